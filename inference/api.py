@@ -43,14 +43,14 @@ Piece = TypeVar("Piece")
 
 
 @runtime_checkable
-class Array(Protocol):
+class ArrayLike(Protocol):
     """Tensor, or array of numpy."""
 
     def tolist(self) -> Any: ...
 
 
 OnePrompt = str | Sequence[int] | Sequence[dict[str, Any]]
-Prompt = OnePrompt | Array
+Prompt = OnePrompt | ArrayLike
 """Prompt: the user's words, token ids, or a conversation as a list of messages."""
 
 
@@ -203,7 +203,7 @@ class Decoder:
     @overload
     def generate(
         self,
-        prompts: Sequence[Prompt] | Array,
+        prompts: Sequence[Prompt] | ArrayLike,
         max_new_tokens: int = 128,
         *,
         samples: int = 1,
@@ -259,7 +259,7 @@ class Decoder:
 
     @overload
     def stream(
-        self, prompts: Sequence[Prompt] | Array, max_new_tokens: int = 128, **options: Any
+        self, prompts: Sequence[Prompt] | ArrayLike, max_new_tokens: int = 128, **options: Any
     ) -> Stream[tuple[int, str]]: ...
 
     def stream(
@@ -300,7 +300,7 @@ class Decoder:
         self, prompts: Any, raw: bool, template_kwargs: JsonObject | None, samples: int = 1
     ) -> tuple[list[Request], bool]:
         """Return the requests for prompts, and True for one that is in no list; or `UserError`."""
-        given: Any = prompts.tolist() if isinstance(prompts, Array) else prompts
+        given: Any = prompts.tolist() if isinstance(prompts, ArrayLike) else prompts
         single = _is_one(given)
         requests = []
         for i, prompt in enumerate([given] if single else given):
@@ -317,7 +317,7 @@ class Decoder:
 
         `template_kwargs` are variables of the chat template. Raises `UserError`.
         """
-        given: Any = prompt.tolist() if isinstance(prompt, Array) else prompt
+        given: Any = prompt.tolist() if isinstance(prompt, ArrayLike) else prompt
         several = isinstance(given, Sequence) and not isinstance(given, bytes)
         if isinstance(given, str):
             if not given.strip():

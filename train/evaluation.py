@@ -22,8 +22,8 @@ from ..heads.artifact import Artifact
 from ..heads.errors import UserError
 from ..heads.files import JsonObject
 from ..heads.layout import dtype_name
-from ..inference.base.console import Progress
-from ..inference.conversations.choice import alternately, described
+from ..inference.base.console import ProgressReporter
+from ..inference.conversations.selection import balanced_order, describe_groups
 from ..inference.decode import Request, generate_one
 from ..inference.evaluation.intervals import tau_interval
 from ..inference.metrics import (
@@ -101,7 +101,7 @@ class HeldOutEvaluation:
         else:
             # Two positions are left for a reply of two tokens: a first root, and a token to draft.
             prompts = held_out_prompts(tables, config.limit, target.max_positions - 2)[share]
-            progress = Progress(prompts, desc="target writes held-out replies")
+            progress = ProgressReporter(prompts, desc="target writes held-out replies")
             assert isinstance(target, Target), "a stored target comes with its texts"
             self.texts = [write_text(target, prompt, taps, config) for prompt in progress]
         loops = self._gather([repeats_itself(text.ids[text.start :]) for text in self.texts])
@@ -161,7 +161,7 @@ class HeldOutEvaluation:
         proposer = load_proposer(drafter_folder, self._target, log.warning, chain)
         results = []
         given_up = False
-        for text in Progress(self.texts, desc="decoding held-out prompts"):
+        for text in ProgressReporter(self.texts, desc="decoding held-out prompts"):
             given_up = asked()
             if self._target.together:
                 # No rank may leave the passes that all of them make.
@@ -212,8 +212,8 @@ def held_out_prompts(tables: Tables, count: int, longest: int) -> list[HeldOutPr
             groups.append(tables.groups[table.groups[i]])
     if not prompts:
         raise UserError("no held-out row is long enough to decode from; hold out longer rows")
-    drawn = alternately(groups, [prompt.unit for prompt in prompts])[:count]
-    log.info("held-out prompts: %s", described([groups[i] for i in drawn]))
+    drawn = balanced_order(groups, [prompt.unit for prompt in prompts])[:count]
+    log.info("held-out prompts: %s", describe_groups([groups[i] for i in drawn]))
     return [prompts[i] for i in drawn]
 
 

@@ -27,12 +27,12 @@ from ..inference.conversations.prompts import (
     words_or_rows,
 )
 from ..inference.conversations.rendering import prompt_ids
-from ..inference.conversations.rows import Notes
+from ..inference.conversations.rows import SourceNotes
 from ..inference.conversations.templates import check_template_kwargs
 from ..inference.decode import Generation, Request, decode
 from ..inference.evaluation.checks import tokenizer_of
+from ..inference.evaluation.figure_text import busy_now, slower
 from ..inference.evaluation.measure import difference, distinct_names
-from ..inference.evaluation.remarks import busy_now, slower
 from ..inference.metrics import emitted_per_round, tau, time_per_token
 from ..inference.profile import TuningProfile, read_profile
 from ..inference.proposers.ngram import PlainDecoding
@@ -114,7 +114,7 @@ def check_conversations(given: Iterable[tuple[str, str | Conversation]], options
 def ids_of(name: str, conversation: Conversation, tokenizer: Any, target_name: str) -> list[int]:
     """Return the token ids of a conversation. Raises `UserError`, which says its `name`."""
     try:
-        notes = Notes()
+        notes = SourceNotes()
         ids = prompt_ids(conversation, tokenizer, target_name, notes)
         if not ids:
             raise RowError("the prompt is empty")

@@ -27,8 +27,8 @@ DENSE_S = 600.0
 SPARSE_S = 300.0
 
 
-class Console(rich.console.Console):
-    """Console of rich that reports a closed pipe (`| head`); rich itself ends the process."""
+class OutputConsole(rich.console.Console):
+    """OutputConsole of rich that reports a closed pipe (`| head`); rich itself ends the process."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
@@ -44,7 +44,7 @@ def warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 
-class Progress(Generic[T]):
+class ProgressReporter(Generic[T]):
     """Bar on a terminal, or in a notebook with ipywidgets; lines on stderr without (SLURM, CI).
 
     Of several objects that are open only the last one prints lines, and of several ranks only the
@@ -53,7 +53,7 @@ class Progress(Generic[T]):
 
     quiet: ClassVar[bool] = False
     """True if no progress is shown at all."""
-    _open: ClassVar[list[Progress[Any]]] = []
+    _open: ClassVar[list[ProgressReporter[Any]]] = []
 
     def __init__(
         self,
@@ -72,11 +72,11 @@ class Progress(Generic[T]):
         self._began = self._last = time.monotonic()
         self._ended = threading.Event()
         self._live: Live | None = None
-        if Progress.quiet or os.environ.get("RANK", "0") != "0":
+        if ProgressReporter.quiet or os.environ.get("RANK", "0") != "0":
             self._ended.set()
             return
-        Progress._open.append(self)
-        console = Console(stderr=True)
+        ProgressReporter._open.append(self)
+        console = OutputConsole(stderr=True)
         terminal = sys.stderr.isatty() and not console.is_dumb_terminal
         if terminal or (console.is_jupyter and find_spec("ipywidgets") is not None):
             # What is printed meanwhile appears above the bar; a file still gets it.
@@ -122,7 +122,7 @@ class Progress(Generic[T]):
 
     def say(self, text: str) -> None:
         """Print a line on standard output, in place of the next line of progress."""
-        if not Progress.quiet:
+        if not ProgressReporter.quiet:
             print(text, flush=True)
             self._last = time.monotonic()
 
@@ -130,14 +130,18 @@ class Progress(Generic[T]):
         """Stop to show progress."""
         if not self._ended.is_set():
             self._ended.set()
-            Progress._open.remove(self)
+            ProgressReporter._open.remove(self)
             if self._live is not None:
                 self._live.stop()
 
     def _speak(self) -> None:
         """Print lines of progress whenever they are due."""
         while not self._ended.wait(1.0):
-            if Progress._open and Progress._open[-1] is self and self.due(time.monotonic()):
+            if (
+                ProgressReporter._open
+                and ProgressReporter._open[-1] is self
+                and self.due(time.monotonic())
+            ):
                 print(self.line(time.monotonic()), file=sys.stderr, flush=True)
                 self._last = time.monotonic()
 
@@ -163,19 +167,19 @@ class Progress(Generic[T]):
         if self.total:
             of_total = f" of {self.total:,}"
             if (left_s := self.left_s(now)) is not None:
-                time_left = f", about {clock(left_s)} left"
+                time_left = f", about {duration_text(left_s)} left"
         detail = f" ({self._detail})" if self._detail else ""
         count = f"{self._done:,}{of_total} {self._unit}"
-        return f"{self._what}: {count} after {clock(elapsed)}{time_left}{detail}"
+        return f"{self._what}: {count} after {duration_text(elapsed)}{time_left}{detail}"
 
 
-def several(number: int, what: str) -> str:
+def plural(number: int, what: str) -> str:
     """Return a number of things, such as `1 row`, `2 passes`."""
-    plural = "es" if what.endswith("s") else "s"
-    return f"{number:,} {what}{plural if number != 1 else ''}"
+    ending = "es" if what.endswith("s") else "s"
+    return f"{number:,} {what}{ending if number != 1 else ''}"
 
 
-def clock(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """Return a duration as text, such as 45 s, 3 min 20 s or 2 h 5 min."""
     whole = round(max(seconds, 0))
     if whole < 60:

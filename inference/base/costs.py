@@ -138,7 +138,7 @@ def tree_tokens(accuracies: Sequence[Sequence[float]], nodes: Sequence[Ranks]) -
     return expected
 
 
-def stretched(acceptances: Sequence[float], length: int) -> list[float]:
+def extend_acceptances(acceptances: Sequence[float], length: int) -> list[float]:
     """Return acceptances of `length` positions; those past the known ones are as the last one."""
     known = list(acceptances[:length])
     return known + [acceptances[-1]] * (length - len(known))
@@ -154,7 +154,7 @@ def speedup(tokens: float, drafting: float, verify_cost: float = 1.0) -> float:
 
 
 @dataclass(frozen=True)
-class Best:
+class BestLength:
     """Chain length with the highest speed-up."""
 
     length: int
@@ -168,7 +168,7 @@ def best_length(
     draft_cost: float,
     longest: int,
     verify_costs: Sequence[float] = (),
-) -> Best:
+) -> BestLength:
     """Return the chain of at most `longest` drafts with the highest speed-up.
 
     `verify_costs[K]` is the time of verifying K drafts in plain steps; without it every
@@ -177,11 +177,11 @@ def best_length(
     gains = [1.0]  # of plain decoding
     for length in range(1, longest + 1):
         cost = verify_costs[length] if verify_costs else 1.0
-        tokens = chain_tokens(stretched(acceptances, length))
+        tokens = chain_tokens(extend_acceptances(acceptances, length))
         gains.append(speedup(tokens, length * draft_cost, cost))
     # `max` takes the first of equals, which is the shorter chain
     length = max(range(longest + 1), key=lambda k: gains[k])
-    return Best(length, gains[length])
+    return BestLength(length, gains[length])
 
 
 def break_even(acceptances: Sequence[float], length: int) -> float:
@@ -189,4 +189,4 @@ def break_even(acceptances: Sequence[float], length: int) -> float:
 
     This is (E[tokens] - 1) / K, where `speedup` with a verification of one plain step is 1.
     """
-    return (chain_tokens(stretched(acceptances, length)) - 1) / length
+    return (chain_tokens(extend_acceptances(acceptances, length)) - 1) / length

@@ -12,11 +12,11 @@ from typing import Any
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ..base.settings import BadRows, RowSource
-from .choice import Units, alternately, described
 from .formats import Conversation, conversation_of
 from .messages import RowError
 from .rendering import prompt_ids
-from .rows import GivenRows, LeftOut, Notes, parsed
+from .rows import InMemoryRows, MalformedRows, SourceNotes, parsed
+from .selection import Units, balanced_order, describe_groups
 from .sources import (
     KINDS,
     benchmark_of,
@@ -52,7 +52,7 @@ class Prompt:
 
 
 def read_prompts(
-    path: str | Path | RowSource | GivenRows,
+    path: str | Path | RowSource | InMemoryRows,
     tokenizer: Any,
     target_name: str,
     limit: int | None = None,
@@ -67,8 +67,8 @@ def read_prompts(
     prompts, and for a malformed row of the file, drawn or not, unless `bad_rows` is skip.
     """
     chat = bool(getattr(tokenizer, "chat_template", None))
-    plain, left_out, units = 0, LeftOut(str(path), bad_rows), Units()
-    notes = Notes()
+    plain, left_out, units = 0, MalformedRows(str(path), bad_rows), Units()
+    notes = SourceNotes()
     rows: list[tuple[str, JsonObject, Conversation]] = []
     for name, raw in words_or_rows(str(path) if isinstance(path, Path) else path):
         if isinstance(raw, str):
@@ -83,7 +83,7 @@ def read_prompts(
     categories = [str(raw.get("category") or "") for _, raw, _ in rows]
     order: Sequence[int] = range(len(rows))
     if limit is not None:
-        order = alternately([(category,) for category in categories], of_units)
+        order = balanced_order([(category,) for category in categories], of_units)
     found: dict[int, Prompt] = {}
     for index in order:
         if limit is not None and len(found) == limit:
@@ -112,7 +112,7 @@ def read_prompts(
         raise UserError(f"{path} holds no prompts{why}; give at least one row")
     if limit is not None and len(prompts) == limit < len(rows):
         groups = [(prompt.category,) for prompt in prompts]
-        log.info("%d of the %d rows of %s: %s", limit, len(rows), path, described(groups))
+        log.info("%d of the %d rows of %s: %s", limit, len(rows), path, describe_groups(groups))
     warn_of_plain_text(plain, tokenizer, str(path))
     notes.report(str(path))
     return prompts
@@ -192,7 +192,7 @@ def _is_text(source: RowSource) -> bool:
     return path.is_file() and not path.name.endswith(KINDS)
 
 
-def words_or_rows(source: str | RowSource | GivenRows) -> Iterator[tuple[str, Any]]:
+def words_or_rows(source: str | RowSource | InMemoryRows) -> Iterator[tuple[str, Any]]:
     """Yield the name of every prompt of a source, with the user's words or a row.
 
     `-` is standard input, line by line as it comes. A line of it, or of a text file, is a JSON row
@@ -200,7 +200,7 @@ def words_or_rows(source: str | RowSource | GivenRows) -> Iterator[tuple[str, An
     are benchmarks, and those of `sources.rows_of`. A line that is not JSON is a `RowError`. Raises
     `UserError`.
     """
-    if isinstance(source, GivenRows):
+    if isinstance(source, InMemoryRows):
         yield from source
         return
     source = source_of(source)

@@ -14,19 +14,19 @@ from typing import Any
 from ...heads.files import JsonObject
 from .formats import Conversation
 from .messages import IGNORED, REASONING_KEYS, RowError, reasoning_of
-from .rows import Notes
-from .said import (
+from .row_texts import (
     REASONING_BEGINS,
     REASONING_ENDS,
     Passage,
-    Said,
-    Texts,
-    missing,
-    said_by,
-    said_by_tools,
+    RowText,
+    TextGroup,
+    count_occurrences,
+    missing_text_error,
     split_reasoning,
-    times,
+    texts_of_message,
+    texts_of_tools,
 )
+from .rows import SourceNotes
 from .templates import ChatTemplate, plain_ids, refuse_rendered
 
 READ = {"role", "content", "tool_calls", "tool_call_id", *REASONING_KEYS, *IGNORED}
@@ -58,7 +58,11 @@ class Rendering:
     """A conversation of messages with the chat template that renders it."""
 
     def __init__(
-        self, conversation: Conversation, tokenizer: Any, name: str, notes: Notes | None = None
+        self,
+        conversation: Conversation,
+        tokenizer: Any,
+        name: str,
+        notes: SourceNotes | None = None,
     ) -> None:
         """`name` is the target's name in messages; `notes` get what is said once about a source.
 
@@ -66,7 +70,7 @@ class Rendering:
         """
         assert conversation.messages is not None
         self._conversation = conversation
-        self._notes = notes or Notes()
+        self._notes = notes or SourceNotes()
         self.template = ChatTemplate.of(tokenizer, name, conversation.template_kwargs)
         self._messages = self.template.prepared(conversation.messages)
         self._names = [conversation.path(index) for index in range(len(self._messages))]
@@ -83,7 +87,7 @@ class Rendering:
         if not count:
             raise RowError("there is no message before the assistant's")
         text = self._text(count, True)
-        passage, tools = Passage(text, 0), said_by_tools(self._conversation.tools)
+        passage, tools = Passage(text, 0), texts_of_tools(self._conversation.tools)
         if self._missing(passage, 0, count) or passage.place(tools, anywhere=True):
             # A template may move a text (the system prompt to the last question, for example), so
             # that each has to be found where its message is the last.
@@ -129,9 +133,9 @@ class Rendering:
         message = self._conversation.messages[index]
         if "tool_calls" in message:
             message = {**message, "tool_calls": self._messages[index]["tool_calls"]}
-        return said_by(message, *self._names[index])
+        return texts_of_message(message, *self._names[index])
 
-    def _missing(self, passage: Passage, first: int, past: int) -> Said | None:
+    def _missing(self, passage: Passage, first: int, past: int) -> RowText | None:
         """Find the texts of the messages from `first` to `past`; return one that is missing.
 
         Reasoning is not looked for: templates drop that of earlier turns, and of a greeting.
@@ -153,12 +157,12 @@ class Rendering:
         if turn is not None and passage.start == len(before):
             turn.following = prompt[len(before) :]
         if (said := self._missing(passage, first, past)) is not None:
-            raise missing(said)
+            raise missing_text_error(said)
         if first == 0:
             passage.start = 0
-            tools = said_by_tools(self._conversation.tools)
+            tools = texts_of_tools(self._conversation.tools)
             if (said := passage.place(tools, anywhere=True)) is not None:
-                raise missing(said)
+                raise missing_text_error(said)
 
     def _turn(self, index: int, prompt: str) -> AssistantTurn:
         """Return the turn of a message, which answers `prompt`. Raises `RowError`."""
@@ -233,9 +237,9 @@ class Rendering:
         # The header of an earlier reply would not have the message before it that is answered.
         asked = [said for group in self._said(index - 1) for said in group.texts]
         last = asked[-1] if asked else None
-        if start < 0 or not isinstance(last, Said):
+        if start < 0 or not isinstance(last, RowText):
             return ""
-        found = 0 < times(last, prompt) <= times(last, full[:start])
+        found = 0 < count_occurrences(last, prompt) <= count_occurrences(last, full[:start])
         return full[start + len(header) :] if found else ""
 
     def _note_unread(self, index: int, text: str) -> None:
@@ -244,7 +248,7 @@ class Rendering:
         for key in message.keys() - READ:
             value = message[key]
             if value not in text if isinstance(value, str) else not self.template.reads(key):
-                self._notes.not_read([f"{key} of messages of the {message['role']}"])
+                self._notes.add_unread_keys([f"{key} of messages of the {message['role']}"])
 
     def note_rewritten(self) -> None:
         """Note that the template leaves out reasoning of earlier turns, if these have some."""
@@ -252,12 +256,12 @@ class Rendering:
             content = message.get("content")
             thought = split_reasoning(content)[0] if isinstance(content, str) else ""
             if reasoning_of(message)[0] or thought.strip():
-                self._notes.remark(REWRITTEN)
+                self._notes.add_remark(REWRITTEN)
                 return
 
 
 def prompt_ids(
-    conversation: Conversation, tokenizer: Any, name: str, notes: Notes | None = None
+    conversation: Conversation, tokenizer: Any, name: str, notes: SourceNotes | None = None
 ) -> list[int]:
     """Return the token ids of the prompt of a conversation: everything before its last reply.
 
@@ -267,7 +271,7 @@ def prompt_ids(
     without a chat template, and `RowError`.
     """
     if notes is not None:
-        notes.not_read(conversation.unread)
+        notes.add_unread_keys(conversation.unread)
     if conversation.token_ids is not None:
         first = min(
             (start for start, _ in conversation.response_spans), default=len(conversation.token_ids)
@@ -319,7 +323,7 @@ def _ends_in_reasoning(message: JsonObject, opened: bool) -> bool:
     return not rest.strip() and bool(thought.strip() or reasoning)
 
 
-def _place_all(passage: Passage, groups: list[Texts]) -> None:
+def _place_all(passage: Passage, groups: list[TextGroup]) -> None:
     """Find all texts of a reply. Raises `RowError` for the first one that is missing."""
     for group in groups:
         # Some templates write the calls of a reply before its content.
@@ -331,12 +335,12 @@ def _place_all(passage: Passage, groups: list[Texts]) -> None:
                 "be learned as if the target wrote it without; rows of draftsmith data regenerate "
                 "are exact"
             )
-        raise missing(said)
+        raise missing_text_error(said)
 
 
-def _trailing_space(group: Texts, rest: str) -> str:
+def _trailing_space(group: TextGroup, rest: str) -> str:
     """Return the white space at the end of the last text of a group, if `rest` begins with it."""
     last = group.texts[-1]
-    text = last.text if isinstance(last, Said) else ""
+    text = last.text if isinstance(last, RowText) else ""
     space = text[len(text.rstrip()) :]
     return space if rest.startswith(space) else ""

@@ -18,7 +18,7 @@ import msgspec
 
 from ...heads.errors import UserError
 from ...heads.files import checksum, whole_file
-from ..base.console import several
+from ..base.console import plural
 from ..base.settings import BadRows
 from .messages import RowError, check_text, parsed
 
@@ -29,7 +29,7 @@ SHARES = "share-*.jsonl"
 last line unfinished, and the others never change its file."""
 
 
-class LeftOut:
+class MalformedRows:
     """Malformed rows of a source: the first ends the command, or each is left out with a warning.
 
     `count` is the number of rows left out, `first` the name and the error of the first one.
@@ -54,18 +54,18 @@ class LeftOut:
             log.warning("%s: row %s is left out: %s", self._source, name, error)
 
 
-class Notes:
+class SourceNotes:
     """Keys that are not read, and remarks, each of which is reported once for a source."""
 
     def __init__(self) -> None:
         self._unread: dict[str, None] = {}
         self._remarks: Counter[str] = Counter()
 
-    def not_read(self, names: Iterable[str]) -> None:
+    def add_unread_keys(self, names: Iterable[str]) -> None:
         """Note the names of keys that nothing reads."""
         self._unread.update(dict.fromkeys(sorted(names)))
 
-    def remark(self, remark: str) -> None:
+    def add_remark(self, remark: str) -> None:
         """Note a remark about one more row."""
         self._remarks[remark] += 1
 
@@ -73,7 +73,7 @@ class Notes:
         """Return the notes as sentences, with the number of rows that each remark is about."""
         lines = [f"ignored keys: {', '.join(self._unread)}"] if self._unread else []
         remarks = self._remarks.items()
-        return lines + [f"{remark} ({several(count, 'row')})" for remark, count in remarks]
+        return lines + [f"{remark} ({plural(count, 'row')})" for remark, count in remarks]
 
     def report(self, source: str) -> None:
         """Log the notes about a source."""
@@ -132,7 +132,7 @@ def _rows_of_text(text: str, path: Path) -> Iterator[tuple[int, Any]]:
 
 
 @dataclass(frozen=True)
-class GivenRows:
+class InMemoryRows:
     """Rows that were given as objects. Those of a list are named after it: `data[3]`."""
 
     name: str
@@ -150,7 +150,7 @@ class GivenRows:
             yield f"{self.name}[{number}]", row
 
 
-def given_rows(given: Any, name: str) -> GivenRows:
+def rows_in_memory(given: Any, name: str) -> InMemoryRows:
     """Return rows, or prompts as texts, that a list or a data set of `datasets` holds.
 
     `name` is that of the argument, for messages. Raises `UserError` for objects of other types.
@@ -163,10 +163,10 @@ def given_rows(given: Any, name: str) -> GivenRows:
             f"{name} is a path, a list of rows, or a Dataset of the package datasets, not "
             f'{type(given).__name__}; use df.to_dict("records"), or one split of a DatasetDict'
         )
-    return GivenRows(name, given)
+    return InMemoryRows(name, given)
 
 
-def write_rows(given: GivenRows, path: Path) -> None:
+def write_rows(given: InMemoryRows, path: Path) -> None:
     """Write rows to a JSONL file, whole or not at all; one that is equal keeps its time.
 
     Raises `UserError`, also for a row that JSON cannot hold.

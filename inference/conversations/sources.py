@@ -19,7 +19,7 @@ from ...heads.errors import UserError, first_line
 from ...heads.files import write_failure
 from ..base.settings import RowSource
 from .messages import RowError
-from .rows import GivenRows, parsed, read_json_rows
+from .rows import InMemoryRows, parsed, read_json_rows
 
 log = logging.getLogger(__name__)
 
@@ -32,13 +32,13 @@ RAW = "https://raw.githubusercontent.com"
 GZIP = b"\x1f\x8b"  # first bytes of what is compressed
 
 
-def rows_of(source: str | RowSource | GivenRows) -> Iterator[tuple[str, Any]]:
+def rows_of(source: str | RowSource | InMemoryRows) -> Iterator[tuple[str, Any]]:
     """Yield the name and the value of every row of a source.
 
     A source is a JSON, JSONL or parquet file, a folder of them, a data set on the hub, or rows from
     Python. Raises `UserError`.
     """
-    if isinstance(source, GivenRows):
+    if isinstance(source, InMemoryRows):
         yield from source
         return
     files = source_files(source)

@@ -13,7 +13,7 @@ from ...heads.files import check_json
 from ..base.keys import headers_with_key
 from ..base.settings import Sampling, TargetConfig, check_url
 from ..conversations.prompts import Prompt, check_source, read_prompts
-from ..conversations.rows import GivenRows
+from ..conversations.rows import InMemoryRows
 from ..conversations.templates import check_template_kwargs
 from ..profile import read_profile
 from ..proposers.registry import check_spec
@@ -64,7 +64,7 @@ def swept(options: Options | TuneOptions) -> tuple[list[Sampling], list[int]]:
 
 
 def prompts_of(
-    options: Options, tokenizer: Any = None, given: GivenRows | None = None
+    options: Options, tokenizer: Any = None, given: InMemoryRows | None = None
 ) -> list[Prompt]:
     """Return the prompts that the options name, or those that are `given`.
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
-from ..base.console import Console
+from ..base.console import OutputConsole
 from ..metrics import tau
+from .drafter_names import BASELINES
 from .engines import AS_IN
 from .intervals import LEVEL, interval, pooled, tau_interval
-from .names import BASELINES
 from .options import CompareOptions as Options
 from .results import (
     FEWEST,
@@ -26,8 +26,8 @@ from .results import (
     RequestRecord,
     SettingFigures,
     interval_text,
+    number_with_interval,
     read_measured,
-    with_interval,
 )
 from .tables import UNNAMED, table_of
 
@@ -55,7 +55,7 @@ def run(options: Options) -> None:
     reports = [read_measured(path) for path in options.reports]
     names = options.drafter or chosen_drafters(reports, options.reports)
     settings = compared(reports, names, options.reports, limit or 0.0)
-    show(settings, options.reports, names, Console())
+    show(settings, options.reports, names, OutputConsole())
     if limit is None:
         return
     for setting in settings:
@@ -291,15 +291,18 @@ def cells_of(change: Change) -> dict[str, str]:
     return {
         "category": change.category or UNNAMED,
         "n": str(change.requests),
-        "before": with_interval(change.tau_before, change.tau_before_ci95),
-        "after": with_interval(change.tau_after, change.tau_after_ci95),
+        "before": number_with_interval(change.tau_before, change.tau_before_ci95),
+        "after": number_with_interval(change.tau_after, change.tau_after_ci95),
         "change": f"{change.change:+.1%}",
         "95%": interval_text(change.change_ci95, "{:+.1%} to {:+.1%}") or NOTHING,
     }
 
 
 def show(
-    comparisons: Sequence[Comparison], paths: Sequence[str], names: Sequence[str], console: Console
+    comparisons: Sequence[Comparison],
+    paths: Sequence[str],
+    names: Sequence[str],
+    console: OutputConsole,
 ) -> None:
     """Print a table for each of `comparisons`; `paths` and drafters' `names` are of the reports."""
     what = names[0] if len({*names}) == 1 else ", then ".join(names)

@@ -29,10 +29,10 @@ from ...heads.errors import UserError
 from ...heads.files import STANDARD_OUTPUT, JsonObject, checksum, output_json
 from ...heads.fingerprint import tokenizer_hash, without_name
 from ...heads.layout import dtype_name
-from ..base.console import Progress, warn
+from ..base.console import ProgressReporter, warn
 from ..base.settings import Sampling
 from ..conversations.prompts import Prompt, check_batches, check_room
-from ..conversations.rows import GivenRows
+from ..conversations.rows import InMemoryRows
 from ..conversations.sources import benchmark_of
 from ..conversations.templates import endless
 from ..profile import TuningProfile, key_of, machine_of
@@ -43,13 +43,13 @@ from ..targets.packed import processor
 from ..targets.target import Target, load_for_decoding
 from . import server_report as live_report
 from .checks import check, prompts_of
+from .drafter_names import BASELINES, distinct_names, short_name
 from .engines import AS_IN, ImitatedEngine, as_in_engine
+from .figure_text import load
 from .figures import figures_of_setting
-from .journal import Journal, kept
+from .journal import Journal, interruption_message
 from .measure import ChosenWay, Results, Setting, Way, decode_alternately
-from .names import BASELINES, distinct_names, short_name
 from .options import EvaluateOptions as Options
-from .remarks import load
 from .results import (
     SCHEMA,
     Conditions,
@@ -71,7 +71,7 @@ def if_interrupted(options: Options) -> str:
     """Return the line for a user who stopped an evaluation: what is kept, and how to continue."""
     if options.json is None or options.json == STANDARD_OUTPUT:
         return "nothing was written; with --json FILE the same command continues where it stopped"
-    return kept(options.json, "measured")
+    return interruption_message(options.json, "measured")
 
 
 def run(options: Options) -> None:
@@ -88,7 +88,7 @@ def measured(
     options: Options,
     given: Target | None = None,
     own: Sequence[Proposer] = (),
-    rows: GivenRows | None = None,
+    rows: InMemoryRows | None = None,
 ) -> Report:
     """Return the report of what the options name, and write it to their file if there is one.
 
@@ -118,7 +118,7 @@ def evaluate_drafters(
     served: live_report.ServerMeasurement | None,
     given: Target | None = None,
     own: Sequence[Proposer] = (),
-    rows: GivenRows | None = None,
+    rows: InMemoryRows | None = None,
 ) -> Report:
     """Return the report of the drafters that decode in this process, and write it.
 
@@ -179,7 +179,7 @@ def decode_settings(
     `ways_in` returns the ways to decode in a setting. One bar counts the prompts of all settings.
     """
     results = []
-    with Progress(total=len(settings) * len(prompts), desc="evaluating") as progress:
+    with ProgressReporter(total=len(settings) * len(prompts), desc="evaluating") as progress:
         for number, setting in enumerate(settings):
             ways = ways_in(setting)
             of_all = f"{number + 1}/{len(settings)}: " if len(settings) > 1 else ""

@@ -107,7 +107,7 @@ def journal_path(report: str) -> Path:
     return path.parent / f".{path.name}.progress"
 
 
-def kept(report: str, what: str) -> str:
+def interruption_message(report: str, what: str) -> str:
     """Return the message for a user who stopped: what is kept of what was, say, `measured`."""
     journal, written = journal_path(report), Path(report)
     if journal.is_file():

@@ -17,7 +17,7 @@ from msgspec import convert, to_builtins
 
 from ...heads.files import JsonObject
 from ...heads.layout import dtype_name
-from ..base.console import Progress
+from ..base.console import ProgressReporter
 from ..base.settings import Rule, Sampling
 from ..conversations.prompts import Prompt, next_turn
 from ..decode import Generation, Request, generate
@@ -27,8 +27,8 @@ from ..rounds.noise import row_keys
 from ..rounds.sampling import Draws
 from ..targets.masks import with_replies
 from ..targets.target import Target
+from .drafter_names import distinct_names
 from .journal import Journal
-from .names import distinct_names
 
 
 @dataclass
@@ -94,7 +94,7 @@ def decode_alternately(
     ways: Sequence[Way],
     prompts: Sequence[Prompt],
     setting: Setting,
-    progress: Progress | None = None,
+    progress: ProgressReporter | None = None,
     journal: Journal | None = None,
 ) -> Results:
     """Decode every prompt in every way, of which the first is plain decoding.

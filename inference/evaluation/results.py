@@ -344,25 +344,25 @@ def caption(*settings: SettingFigures) -> str:
     return f"T = {settings[0].temperature:g}, batch {sizes}"
 
 
-def known(value: object) -> TypeGuard[float]:
+def is_measured(value: object) -> TypeGuard[float]:
     """Return whether a figure was measured; ratios of nothing are NaN, JSON has huge numbers."""
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
-def written(value: object, form: str = ".2f", scale: float = 1.0) -> str:
+def number_text(value: object, form: str = ".2f", scale: float = 1.0) -> str:
     """Return `value * scale` in the format `form`; a dash for one that was not measured."""
-    return format(value * scale, form) if known(value) else NOTHING
+    return format(value * scale, form) if is_measured(value) else NOTHING
 
 
-def factor(value: object) -> str:
+def ratio_text(value: object) -> str:
     """Return a ratio as `1.34x`; a dash where there is none."""
-    return f"{value:.2f}x" if known(value) else NOTHING
+    return f"{value:.2f}x" if is_measured(value) else NOTHING
 
 
 def ends(pair: Sequence[Number] | None) -> tuple[float, float] | None:
     """Return both ends of an interval; None unless both are known."""
     low, high = pair or (None, None)
-    return (low, high) if known(low) and known(high) else None
+    return (low, high) if is_measured(low) and is_measured(high) else None
 
 
 def interval_text(pair: Sequence[Number] | None, form: str = "{:.2f}-{:.2f}") -> str:
@@ -371,18 +371,18 @@ def interval_text(pair: Sequence[Number] | None, form: str = "{:.2f}-{:.2f}") ->
     return form.format(*found) if found else ""
 
 
-def with_interval(value: object, pair: Sequence[Number] | None) -> str:
+def number_with_interval(value: object, pair: Sequence[Number] | None) -> str:
     """Return `2.31 (2.01-2.34)`, without the brackets where the interval is not known."""
-    return written(value) + interval_text(pair, " ({:.2f}-{:.2f})")
+    return number_text(value) + interval_text(pair, " ({:.2f}-{:.2f})")
 
 
-def by_depth(survival: ByDepth) -> str:
+def survival_text(survival: ByDepth) -> str:
     """Return the first figures of `survival` as a table shows them: `.71 .44 .25`."""
     shares = [share for share in survival[:SHOWN] if share is not None]
     return " ".join(f"{share:.2f}".removeprefix("0") for share in shares) or NOTHING
 
 
-def identical(same: int | None, of: int | None) -> str:
+def equal_replies_text(same: int | None, of: int | None) -> str:
     """Return `yes`, `3 of 4`, or a dash where replies were not compared."""
     if same is None or not of:
         return NOTHING

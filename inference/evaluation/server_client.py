@@ -36,7 +36,7 @@ ANSWER_S = 30.0  # limit for any other answer: models, version, counters
 SETTLE_S = 3.0  # limit for counters: engines add them up a moment after the last chunk has left
 # A text in which tokenizers differ: code, digits, letters outside ASCII.
 PROBE = "def add(a, b):\n    return a + b  # 1234 and ünïcode"
-Follow = Callable[[Prompt, list[int]], Prompt | None]
+NextPrompt = Callable[[Prompt, list[int]], Prompt | None]
 """Function of a prompt and its reply's token ids: the conversation's next prompt, or `None`."""
 
 
@@ -234,7 +234,7 @@ async def replies_to(
     concurrency: int,
     sampling: Sampling,
     max_new_tokens: int,
-    follow: Follow,
+    follow: NextPrompt,
     done: Callable[[], object] = lambda: None,
 ) -> list[ServerReply]:
     """Send all prompts, `concurrency` of them at once; return the replies, turn by turn.

@@ -120,7 +120,7 @@ def read_counters(text: str, names: CounterNames) -> Counters:
     )
 
 
-def of_counters(
+def speculation_from_counters(
     protocol: ServerProtocol,
     before: Counters,
     after: Counters,
@@ -184,7 +184,7 @@ def no_speculation(steps: int) -> Speculation:
     )
 
 
-def of_replies(
+def speculation_from_replies(
     protocol: ServerProtocol, replies: Sequence[ServerReply], speculates: bool | None
 ) -> Speculation:
     """Return the figures that the counts that came with the replies give.

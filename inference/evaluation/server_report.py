@@ -19,11 +19,11 @@ from transformers import GenerationConfig
 from ...heads.errors import UserError
 from ...heads.exchange.engines.engine import CounterNames
 from ...heads.pretrained import end_ids, read_config
-from ..base.console import Progress
+from ..base.console import ProgressReporter
 from ..base.keys import headers_with_key
 from ..base.settings import Sampling, TargetConfig
 from ..conversations.prompts import Prompt, next_turn
-from ..conversations.rows import GivenRows
+from ..conversations.rows import InMemoryRows
 from ..decode import Generation
 from ..metrics import quantiles
 from ..targets.target import Target
@@ -32,7 +32,7 @@ from .checks import prompts_of, tokenizer_of
 from .measure import Results, first_difference
 from .options import EvaluateOptions
 from .server_client import PROTOCOLS, ServerReply, client_of, connect, counters_of, replies_to
-from .server_counters import of_counters, of_replies
+from .server_counters import speculation_from_counters, speculation_from_replies
 from .server_figures import ServerFigures, ServerReport, Speculation
 
 WARM_UP = 8  # tokens of a first reply that is not counted
@@ -53,7 +53,7 @@ def measure(
     options: EvaluateOptions,
     samplings: Sequence[Sampling],
     concurrency: Sequence[int],
-    rows: GivenRows | None = None,
+    rows: InMemoryRows | None = None,
 ) -> ServerMeasurement:
     """Measure the server at `options.server` for each sampling and concurrency.
 
@@ -132,16 +132,16 @@ async def _one(
     requests = [*prompts] * passes
     label = f"server, T = {sampling.temperature:g}, {at_once} at once"
     longest = options.max_new_tokens
-    with Progress(total=len(requests), desc=label) as bar:
+    with ProgressReporter(total=len(requests), desc=label) as bar:
         replies = await replies_to(
             client, server, requests, at_once, sampling, longest, follow, bar.update
         )
     found.replies.append(replies)
     if before is None:
-        speculation = of_replies(protocol, replies, server.speculates)
+        speculation = speculation_from_replies(protocol, replies, server.speculates)
     else:
         after = await counters_of(client, server.engine, before, replies)
-        speculation = of_counters(protocol, before, after, replies, server.speculates)
+        speculation = speculation_from_counters(protocol, before, after, replies, server.speculates)
     server.settings.append(figures_of(sampling, at_once, replies, speculation))
 
 

@@ -12,11 +12,19 @@ from pathlib import Path
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject, check_json, output_json
-from ..base.console import Console
-from ..base.costs import GPUS, Roofline, best_length, break_even, chain_tokens, speedup, stretched
+from ..base.console import OutputConsole
+from ..base.costs import (
+    GPUS,
+    Roofline,
+    best_length,
+    break_even,
+    chain_tokens,
+    extend_acceptances,
+    speedup,
+)
 from .checks import numbers
 from .options import SimulateOptions as Options
-from .results import DrafterFigures, factor, read_measured
+from .results import DrafterFigures, ratio_text, read_measured
 from .tables import table_of
 
 LONGEST = 16  # chains that are tried: servers take no longer ones
@@ -34,7 +42,7 @@ KV_BYTES, KV_PARAMS = 131072, 8e9
 
 def run(options: Options) -> None:
     """Compute and print the gains, and write the JSON file, if any. Raises `UserError`."""
-    console = Console()
+    console = OutputConsole()
     check_json(options.json)
     if not Path(options.acceptance).is_file():
         chain = Chain(None, assumed(options.acceptance), USUAL_COST)
@@ -78,7 +86,7 @@ def simulation(options: Options, chain: Chain, longest: int = LONGEST) -> JsonOb
     """
     given, length = chain.acceptances, min(options.length, longest)
     cost = chain.draft_cost if options.draft_cost is None else options.draft_cost
-    by_position = stretched(given, length)
+    by_position = extend_acceptances(given, length)
     tokens = chain_tokens(by_position)
     results: JsonObject = {
         "acceptance": by_position,
@@ -165,7 +173,7 @@ def by_load(drafts: Sequence[int]) -> list[list[int]]:
     return ranges
 
 
-def show(found: JsonObject, console: Console) -> None:
+def show(found: JsonObject, console: OutputConsole) -> None:
     """Print the results of `simulation` as sentences and tables."""
     console.print(
         f"{found['tokens']:.3f} tokens a round, {found['speedup']:.2f}x at draft cost "
@@ -190,9 +198,9 @@ def show(found: JsonObject, console: Console) -> None:
             "batch": str(row["batch"]),
             "plain step": f"{1e3 * row['plain_s']:.2f} ms",
             "verify": f"{row['verify_cost']:.2f} steps",
-            "speed-up": factor(row["speedup"]),
+            "speed-up": ratio_text(row["speedup"]),
             "best K": str(row["best"]["length"]),
-            "its speed-up": factor(row["best"]["speedup"]),
+            "its speed-up": ratio_text(row["best"]["speedup"]),
         })  # fmt: skip
     console.print(table_of(title, rows).terminal())
     parts = [

@@ -14,22 +14,22 @@ from dataclasses import dataclass, replace
 from rich.console import Group
 from rich.text import Text
 
-from ..base.console import Console, plain_table
-from .remarks import fastest, headline
+from ..base.console import OutputConsole, plain_table
+from .figure_text import fastest, headline
 from .results import (
     NOTHING,
     SHOWN,
     DrafterFigures,
     Report,
     SettingFigures,
-    by_depth,
     caption,
-    factor,
-    identical,
+    equal_replies_text,
     interval_text,
-    known,
-    with_interval,
-    written,
+    is_measured,
+    number_text,
+    number_with_interval,
+    ratio_text,
+    survival_text,
 )
 from .server_figures import ServerReport
 
@@ -47,7 +47,7 @@ IMPORTANT = (
 
 
 @dataclass(frozen=True)
-class Table:
+class FigureTable:
     """Texts in rows and columns; the first column names the row."""
 
     title: str
@@ -82,13 +82,13 @@ class Table:
             return min(cells, LONGEST_NAME)
         return max(cells, *map(len, textwrap.wrap(self.columns[place], TITLE)))
 
-    def of(self, places: Sequence[int], title: str | None = None) -> Table:
+    def of(self, places: Sequence[int], title: str | None = None) -> FigureTable:
         """Return the table with the columns at `places`, under another title if one is given."""
         rows = [[row[place] for place in places] for row in self.rows]
         columns = [self.columns[place] for place in places]
         return replace(self, title=title or self.title, columns=columns, rows=rows)
 
-    def split(self, most: int = MOST) -> list[Table]:
+    def split(self, most: int = MOST) -> list[FigureTable]:
         """Return tables of at most `most` columns that together have all; each has the first."""
         tables = []
         for start in range(1, len(self.columns), most - 1):
@@ -125,17 +125,17 @@ def table_of(
     best: Collection[int] = (),
     switches: Sequence[str] = (),
     important: Sequence[str] = (),
-) -> Table:
+) -> FigureTable:
     """Return the table of `rows`, at least one, each with its texts by the same columns."""
     cells = [list(row.values()) for row in rows]
-    return Table(title, list(rows[0]), cells, best, switches, important)
+    return FigureTable(title, list(rows[0]), cells, best, switches, important)
 
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def summary(report: Report) -> Table:
+def summary(report: Report) -> FigureTable:
     """Return the table of all settings, with a row for each setting and each way of decoding.
 
     The fastest drafter of each setting is in bold.
@@ -161,7 +161,7 @@ def by_speed(setting: SettingFigures) -> list[str]:
 
     def slowness(name: str) -> float:
         speedup = setting.drafters[name].speedup
-        return -speedup if known(speedup) else math.inf
+        return -speedup if is_measured(speedup) else math.inf
 
     return sorted(setting.drafters, key=slowness)
 
@@ -176,23 +176,23 @@ def cells_of(
     own_speedup = None if name == "plain" else s.speedup_ci95
     return {
         "drafter": name,
-        "speed-up": factor(s.speedup),
+        "speed-up": ratio_text(s.speedup),
         "temperature": f"{setting.temperature:g}",
         "batch size": str(setting.batch),
-        "tau": written(s.tau_incl_bonus),
-        "identical replies": identical(s.equal_to_ar, s.requests),
+        "tau": number_text(s.tau_incl_bonus),
+        "identical replies": equal_replies_text(s.equal_to_ar, s.requests),
         "tau, 95% interval": (interval_text(s.tau_ci95) if drafts else "") or NOTHING,
         "speed-up, 95% interval": interval_text(own_speedup) or NOTHING,
-        "tokens a second": written(s.tokens_s, ".0f" if (s.tokens_s or 0) >= 10 else ".1f"),
-        "drafted tokens a round": written(s.mean_n_draft if drafts else None, ".1f"),
-        "share of them accepted": written(s.accept_rate if drafts else None),
-        ACCEPTED: by_depth(s.survival),
-        "time to first token, median, ms": written(ttft.get("p50"), ".1f", 1000),
-        "time per later token, median, ms": written(tpot.get("p50"), ".2f", 1000),
-        "95th percentile of that, ms": written(tpot.get("p95"), ".2f", 1000),
+        "tokens a second": number_text(s.tokens_s, ".0f" if (s.tokens_s or 0) >= 10 else ".1f"),
+        "drafted tokens a round": number_text(s.mean_n_draft if drafts else None, ".1f"),
+        "share of them accepted": number_text(s.accept_rate if drafts else None),
+        ACCEPTED: survival_text(s.survival),
+        "time to first token, median, ms": number_text(ttft.get("p50"), ".1f", 1000),
+        "time per later token, median, ms": number_text(tpot.get("p50"), ".2f", 1000),
+        "95th percentile of that, ms": number_text(tpot.get("p95"), ".2f", 1000),
         "size of the drafter": size(weights),
-        "tau if no reply stopped inside a round": written(s.tau_untruncated),
-        "loops": written(s.loop_share, ".0%"),
+        "tau if no reply stopped inside a round": number_text(s.tau_untruncated),
+        "loops": number_text(s.loop_share, ".0%"),
     }
 
 
@@ -204,7 +204,7 @@ def size(count: int | None) -> str:
     return f"{count / 1000**unit:.3g} {('B', 'kB', 'MB', 'GB')[unit]}"
 
 
-def served(report: Report) -> Table | None:
+def server_table(report: Report) -> FigureTable | None:
     """Return the table of a live server, with a row for each temperature and concurrency.
 
     `None` is returned if no server was measured. Its figures are defined in
@@ -217,16 +217,16 @@ def served(report: Report) -> Table | None:
         ttft, tpot = s.ttft_quantiles_s or {}, s.tpot_quantiles_s or {}
         rows.append({
             "setting": f"T = {s.temperature:g}, {s.concurrency} at once",
-            "tau": written(s.tau_incl_bonus),
-            "tau, steps without a draft counted": written(s.tau_emitted),
-            ACCEPTED: by_depth(s.survival),
-            "share of drafted tokens accepted": written(s.accept_rate),
-            "tokens a second": written(s.tokens_s, ".0f"),
-            "time to first token, median, ms": written(ttft.get("p50"), ".1f", 1000),
-            "95th percentile of that, ms": written(ttft.get("p95"), ".1f", 1000),
-            "time per later token, median, ms": written(tpot.get("p50"), ".1f", 1000),
-            "95th percentile of that one, ms": written(tpot.get("p95"), ".1f", 1000),
-            "identical replies": identical(s.equal_to_plain, s.compared),
+            "tau": number_text(s.tau_incl_bonus),
+            "tau, steps without a draft counted": number_text(s.tau_emitted),
+            ACCEPTED: survival_text(s.survival),
+            "share of drafted tokens accepted": number_text(s.accept_rate),
+            "tokens a second": number_text(s.tokens_s, ".0f"),
+            "time to first token, median, ms": number_text(ttft.get("p50"), ".1f", 1000),
+            "95th percentile of that, ms": number_text(ttft.get("p95"), ".1f", 1000),
+            "time per later token, median, ms": number_text(tpot.get("p50"), ".1f", 1000),
+            "95th percentile of that one, ms": number_text(tpot.get("p95"), ".1f", 1000),
+            "identical replies": equal_replies_text(s.equal_to_plain, s.compared),
         })  # fmt: skip
     important = (
         "setting", "tau", "tau, steps without a draft counted", "tokens a second", ACCEPTED,
@@ -235,12 +235,12 @@ def served(report: Report) -> Table | None:
     return table_of(server.title, rows, important=important)
 
 
-def categories(settings: Sequence[SettingFigures], intervals: bool = True) -> list[Table]:
+def categories(settings: Sequence[SettingFigures], intervals: bool = True) -> list[FigureTable]:
     """Return tables of tau by category (rows) and drafter (columns); none for one category.
 
     Settings that differ in their batch size only and have the same figures share a table.
     """
-    groups: dict[tuple[float, str], tuple[list[SettingFigures], Table]] = {}
+    groups: dict[tuple[float, str], tuple[list[SettingFigures], FigureTable]] = {}
     for setting in settings:
         by_drafter = {name: s.by_category for name, s in setting.drafting.items() if s.by_category}
         names = sorted({category for by in by_drafter.values() for category in by})
@@ -251,7 +251,7 @@ def categories(settings: Sequence[SettingFigures], intervals: bool = True) -> li
                 # a drafter whose replies had no round has no tau in that category
                 of_one = by.get(category)
                 tau, pair = (of_one.tau_incl_bonus, of_one.tau_ci95) if of_one else (None, None)
-                cells[name] = with_interval(tau, pair if intervals else None)
+                cells[name] = number_with_interval(tau, pair if intervals else None)
             rows.append(cells)
         if rows:
             key = setting.temperature, repr(rows)
@@ -298,13 +298,13 @@ def remarks_of_server(server: ServerReport) -> list[str]:
     return lines
 
 
-def show(report: Report, console: Console | None = None) -> None:
+def show(report: Report, console: OutputConsole | None = None) -> None:
     """Print the headline, the tables with as many columns as fit, and the remarks on them.
 
     The tables are as wide as the console; without a terminal 120 columns, unless COLUMNS is set.
     """
     if console is None:
-        console = Console()
+        console = OutputConsole()
         if not console.is_terminal and "COLUMNS" not in os.environ:
             console.width = IN_A_FILE
 
@@ -312,7 +312,7 @@ def show(report: Report, console: Console | None = None) -> None:
         for line in lines:
             console.print(line, style=style, highlight=False, markup=False)
 
-    def draw(table: Table) -> None:
+    def draw(table: FigureTable) -> None:
         console.print()
         few = table.of(table.few(table.fitting(console.width)))
         console.print(few.terminal())
@@ -332,6 +332,6 @@ def show(report: Report, console: Console | None = None) -> None:
             for part in table.split(table.fitting(console.width)):
                 draw(part)
     say([f"{name} is left out: {reason}" for name, reason in report.left_out.items()])
-    if (table := served(report)) is not None and report.server is not None:
+    if (table := server_table(report)) is not None and report.server is not None:
         draw(table)
         say(remarks_of_server(report.server))

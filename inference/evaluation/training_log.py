@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
-from .results import NAN, known, with_interval, written
-from .tables import Table, table_of
+from .results import NAN, is_measured, number_text, number_with_interval
+from .tables import FigureTable, table_of
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class Training:
         values = {}
         for row in self.rows:
             wanted = evaluated is None or evaluated == ("tau_estimated" in row)
-            if wanted and known(row.get(key)):
+            if wanted and is_measured(row.get(key)):
                 values[row["step"]] = row[key]
         return dict(sorted(values.items()))
 
@@ -99,7 +99,7 @@ class Training:
         return measured, (low, high)
 
 
-def trainings(runs: Sequence[Training]) -> Table | None:
+def trainings(runs: Sequence[Training]) -> FigureTable | None:
     """Return a row for each training run, with its end and its best evaluation; `None` for no runs.
 
     The best evaluation is the one of the highest measured tau, or of the highest estimated tau
@@ -113,12 +113,12 @@ def trainings(runs: Sequence[Training]) -> Table | None:
         rows.append({
             "run": run.name,
             "steps": f"{max(row['step'] for row in run.rows):.0f}",
-            "last loss": written([None, *run.curve("loss").values()][-1], ".3f"),
-            "tau before training": with_interval(*run.tau(0))
+            "last loss": number_text([None, *run.curve("loss").values()][-1], ".3f"),
+            "tau before training": number_with_interval(*run.tau(0))
             if 0 in measured
-            else written(estimated.get(0)),
-            "best tau, measured": with_interval(*run.tau(best)),
-            "tau, estimated there": written(estimated.get(best)),
-            "at step": written(best, ".0f"),
+            else number_text(estimated.get(0)),
+            "best tau, measured": number_with_interval(*run.tau(best)),
+            "tau, estimated there": number_text(estimated.get(best)),
+            "at step": number_text(best, ".0f"),
         })  # fmt: skip
     return table_of("Training runs", rows) if rows else None

@@ -31,8 +31,15 @@ from yaml import YAMLError
 from ...heads.files import JsonObject
 from ..base.settings import Sampling
 from .engine import INTERNAL, BatchSettings, Engine, RequestError
-from .protocol import ChatRequest, Common, CompletionRequest, read_request, requests_of, sampling_of
-from .replies import EventStream, Pending
+from .protocol import (
+    ChatRequest,
+    CompletionRequest,
+    RequestFields,
+    read_request,
+    requests_of,
+    sampling_of,
+)
+from .replies import EventStream, PendingReplies
 
 PAGE = Path(__file__).with_name("page")
 POLICY = (
@@ -216,14 +223,14 @@ def with_key(handler: Handler, key: str) -> Handler:
     return checked
 
 
-async def complete(request: Request, kind: type[Common], service: Service) -> Response:
+async def complete(request: Request, kind: type[RequestFields], service: Service) -> Response:
     """Decode what a request asks for, and return the answer, whole or as a stream of events.
 
     Raises `RequestError`.
     """
     engine, name = service.engine, service.name
 
-    def understood(body: bytes) -> partial[Pending]:
+    def understood(body: bytes) -> partial[PendingReplies]:
         """Return what a body asks for, with its prompts encoded. Raises `RequestError`."""
         asked = read_request(body, kind)
         model = asked.model or name
@@ -236,7 +243,7 @@ async def complete(request: Request, kind: type[Common], service: Service) -> Re
             asked.ignore_eos,
         )
         requests = requests_of(asked, engine, name, service.longest)
-        return partial(Pending, engine, asked, model, settings, requests)
+        return partial(PendingReplies, engine, asked, model, settings, requests)
 
     # Another thread reads and encodes it, so that the connections need not wait.
     submit = await run_in_threadpool(understood, await body_of(request))
@@ -283,8 +290,8 @@ async def leaving(request: Request) -> None:
         pass
 
 
-class Server(uvicorn.Server):
-    """Server that ends what is being decoded before it waits for its connections."""
+class DecodingServer(uvicorn.Server):
+    """DecodingServer that ends what is being decoded before it waits for its connections."""
 
     def __init__(self, app: ASGIApp, engine: Engine) -> None:
         self._engine = engine

@@ -50,7 +50,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True, frozen=True):
     """Padding of events against eavesdroppers, an option of OpenAI; none is sent."""
 
 
-class Common(Struct, kw_only=True, forbid_unknown_fields=True):
+class RequestFields(Struct, kw_only=True, forbid_unknown_fields=True):
     """Fields that both kinds of requests have."""
 
     model: Annotated[str, Meta(max_length=LONGEST_NAME)] | None = None
@@ -84,7 +84,7 @@ class Common(Struct, kw_only=True, forbid_unknown_fields=True):
     service_tier: str | None = None
 
 
-class CompletionRequest(Common, kw_only=True):
+class CompletionRequest(RequestFields, kw_only=True):
     """Body of `/v1/completions`."""
 
     prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
@@ -95,7 +95,7 @@ class CompletionRequest(Common, kw_only=True):
     add_special_tokens: bool = True
 
 
-class ChatRequest(Common, kw_only=True):
+class ChatRequest(RequestFields, kw_only=True):
     """Body of `/v1/chat/completions`."""
 
     messages: Annotated[list[JsonObject], Meta(min_length=1)]
@@ -148,7 +148,7 @@ def refused_by_type(error: msgspec.ValidationError) -> RequestError:
     return RequestError(f"the request cannot be read: {message}", param, code)
 
 
-def sampling_of(request: Common, defaults: Sampling) -> Sampling:
+def sampling_of(request: RequestFields, defaults: Sampling) -> Sampling:
     """Return the sampling parameters of a request; `defaults` has those that it does not name.
 
     The seed is not among them: it belongs to each reply, and a batch has replies of many seeds.
@@ -172,7 +172,7 @@ def sampling_of(request: Common, defaults: Sampling) -> Sampling:
         raise RequestError(str(error), param if param in named else None) from error
 
 
-def requests_of(request: Common, engine: Engine, name: str, longest: int) -> list[Request]:
+def requests_of(request: RequestFields, engine: Engine, name: str, longest: int) -> list[Request]:
     """Return what is to be decoded for a request: all samples of each prompt, in order.
 
     `name` is the target's in messages, which have no path of this machine; `longest` is the limit
@@ -211,7 +211,7 @@ def requests_of(request: Common, engine: Engine, name: str, longest: int) -> lis
     return found
 
 
-def given_prompts(request: Common) -> list[Conversation]:
+def given_prompts(request: RequestFields) -> list[Conversation]:
     """Return the prompts of a request as they were given. Raises `RequestError`."""
     if isinstance(request, ChatRequest):
         if request.messages[-1].get("role") == "assistant":
@@ -255,7 +255,7 @@ def check_length(prompt: Conversation, engine: Engine, param: str) -> None:
         raise too_long(f"{length} characters", engine, param)
 
 
-def encoded(prompt: Conversation, request: Common, tokenizer: Any, name: str) -> list[int]:
+def encoded(prompt: Conversation, request: RequestFields, tokenizer: Any, name: str) -> list[int]:
     """Return the token ids of a prompt. Raises `RowError` and `UserError`."""
     if isinstance(request, CompletionRequest) and not request.add_special_tokens and prompt.text:
         return tokenizer(prompt.text, add_special_tokens=False)["input_ids"]

@@ -17,7 +17,7 @@ from ...heads.files import JsonObject
 from ..api import Reply, Transcript, none_for_nan
 from ..decode import Request, Round
 from .engine import INTERNAL, STOPPING, BatchSettings, Engine, Job, RequestError
-from .protocol import ChatRequest, Common
+from .protocol import ChatRequest, RequestFields
 
 LEFT = 499  # status in the server's own log: the client has left, and nobody reads it
 FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
@@ -36,13 +36,13 @@ def figures(reply: Reply) -> JsonObject:
     }
 
 
-class Pending:
+class PendingReplies:
     """The replies to one request, from its submission until they have ended or are given up."""
 
     def __init__(
         self,
         engine: Engine,
-        asked: Common,
+        asked: RequestFields,
         model: str,
         settings: BatchSettings,
         requests: Sequence[Request],
@@ -177,7 +177,7 @@ class Pending:
 class EventStream(StreamingResponse):
     """Answer that is sent as a stream of events; however it ends, its replies end with it."""
 
-    def __init__(self, pending: Pending, left: asyncio.Future[None]) -> None:
+    def __init__(self, pending: PendingReplies, left: asyncio.Future[None]) -> None:
         self._pending, self._left = pending, left
         headers = {"Cache-Control": "no-cache"}
         super().__init__(pending.events(left), media_type="text/event-stream", headers=headers)

@@ -55,7 +55,7 @@ def run(options: Options) -> None:
                 f"draftsmith serve needs the package {package}; in the checkout: "
                 "pip install -c constraints.txt -e '.[serve]'"
             )
-    from .app import Server, Service, app_of
+    from .app import DecodingServer, Service, app_of
     from .engine import Engine
 
     for spec in options.drafter:
@@ -80,7 +80,7 @@ def run(options: Options) -> None:
         # again while a request of many values is parsed, and nothing else runs meanwhile.
         gc.collect()
         gc.freeze()
-        server = Server(app_of(service), engine)
+        server = DecodingServer(app_of(service), engine)
         with server.signals_stop_server():
             announce(service.models, host, port)
             server.run(sockets=[bound])

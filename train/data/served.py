@@ -33,7 +33,7 @@ from ...heads.errors import UserError, first_line
 from ...heads.files import JsonObject, whole_file
 from ...heads.stored_tensors import header
 from ...heads.vocabulary import spread_ids
-from ...inference.base.console import Progress
+from ...inference.base.console import ProgressReporter
 from ...inference.base.keys import OF_SERVER, headers_with_key
 from ...inference.targets.causal_model import Hidden
 from ...inference.targets.stored import HeldOutPrompt, HeldOutText, StoredTarget
@@ -322,7 +322,7 @@ def served_texts(
         replies = target.client.ask([text[:-1] for text in kept])
     texts = []
     for i, reply in enumerate(
-        Progress(replies, total=len(prompts), desc="server writes held-out replies")
+        ProgressReporter(replies, total=len(prompts), desc="server writes held-out replies")
     ):
         hidden = target.hidden_of(reply.states, taps)
         # The last token has no state, and none is read, since nothing is drafted after it. The

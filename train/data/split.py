@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...heads.errors import UserError
-from ...inference.conversations.choice import Group
+from ...inference.conversations.selection import CategoryPath
 from .config import HeldOutConfig
 from .templates import Encoded
 
@@ -43,14 +43,14 @@ class SourceRow:
     """Number of its conversation or prompt."""
     prompt: int
     """Number of its prompt."""
-    group: Group
+    group: CategoryPath
     """Source and category."""
 
 
 def is_held_out(held_out: HeldOutConfig, source: str, unit: int, seed: int) -> bool:
     """Return whether a row is kept away from training.
 
-    By row, it depends on the seed and the row's unit (`conversations.choice.Units`) alone, so
+    By row, it depends on the seed and the row's unit (`conversations.selection.Units`) alone, so
     that all rows of a conversation or prompt lie on one side.
     """
     if held_out.by == "source":

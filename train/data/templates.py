@@ -17,7 +17,7 @@ from ...heads.files import JsonObject
 from ...inference.conversations.formats import Conversation
 from ...inference.conversations.messages import RowError
 from ...inference.conversations.rendering import AssistantTurn, Rendering
-from ...inference.conversations.rows import Notes
+from ...inference.conversations.rows import SourceNotes
 from ...inference.conversations.templates import (
     beginning,
     endless,
@@ -54,7 +54,7 @@ def encode(
     eos_ids: frozenset[int],
     target_name: str,
     template_kwargs: JsonObject,
-    notes: Notes | None = None,
+    notes: SourceNotes | None = None,
 ) -> list[Encoded]:
     """Return the conversation as one or more sequences; none if there is no reply.
 
@@ -62,8 +62,8 @@ def encode(
     win. `notes` get what is said once about a source. Raises `RowError` for a row that the template
     cannot render or of which it leaves out a text, `UserError` for a target without a template.
     """
-    notes = notes or Notes()
-    notes.not_read(conversation.unread)
+    notes = notes or SourceNotes()
+    notes.add_unread_keys(conversation.unread)
     if (token_ids := conversation.token_ids) is not None:
         mask = [False] * len(token_ids)
         for start, end in conversation.response_spans:
@@ -76,7 +76,7 @@ def encode(
         given.cut = True  # it ended with a stop token of the client's
     rendering = Rendering(given, tokenizer, target_name, notes)
     if why := endless(tokenizer, target_name, eos_ids, given.template_kwargs):
-        notes.remark(why)
+        notes.add_remark(why)
     sequences: list[RenderedSequence] = []
     for turn in rendering.turns():
         if turn.index in conversation.not_learned:
@@ -99,7 +99,7 @@ def encode(
 
 
 def _plain_text(
-    conversation: Conversation, tokenizer: Any, eos_ids: frozenset[int], notes: Notes
+    conversation: Conversation, tokenizer: Any, eos_ids: frozenset[int], notes: SourceNotes
 ) -> Encoded:
     """Return a plain text, all of which is learned, or a prompt with its completion, which is.
 
@@ -112,7 +112,7 @@ def _plain_text(
     if conversation.completion is None:
         refuse_rendered(conversation.text or "", tokenizer)
         if not {*tokenizer.all_special_ids}.isdisjoint(ids[begin:-1]) and tokenizer.chat_template:
-            notes.remark(MARKED)
+            notes.add_remark(MARKED)
     # Without special tokens: a beginning token comes before the prompt, if there is one.
     tail = []
     if conversation.completion is not None:

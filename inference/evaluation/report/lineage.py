@@ -14,20 +14,20 @@ from ....heads.errors import UserError
 from ....heads.files import JsonObject
 from ..compare import ALL, Change, Comparison, cells_of, compared, outcome, own_drafters
 from ..results import Report, SettingFigures, interval_text
-from ..tables import UNNAMED, Table, table_of
+from ..tables import UNNAMED, FigureTable, table_of
 from .page import Block, bar, chart, charts, table, text
 
-Named = tuple[str, Report]
+NamedReport = tuple[str, Report]
 """A report after the path that it was read from."""
 Drafters = dict[str, tuple[list[str], list[Comparison]]]
 """Name of each drafter in each of several reports, and its comparisons."""
 
 
 @dataclass
-class Part:
+class PagePart:
     """Reports that share a part of the page: one, or several of the same drafters in time."""
 
-    reports: list[Named]
+    reports: list[NamedReport]
     drafters: Drafters = field(default_factory=dict)
     """Those that all reports have; empty for a single report."""
 
@@ -52,13 +52,13 @@ class Part:
         return drafter if len(self.reports) == 2 else f"{drafter}, {self.labels[change.report]}"
 
 
-def parts_of_page(reports: Iterable[Named]) -> list[Part]:
+def parts_of_page(reports: Iterable[NamedReport]) -> list[PagePart]:
     """Return the reports in parts: those that `draftsmith compare` takes are together.
 
     They are of the same prompts, target, sampling and lengths, and share a drafter: one of the same
     name, or the only one of the same method and settings.
     """
-    parts: list[Part] = []
+    parts: list[PagePart] = []
     for entry in reports:
         for part in parts:
             together = [*part.reports, entry]
@@ -66,11 +66,11 @@ def parts_of_page(reports: Iterable[Named]) -> list[Part]:
                 part.reports, part.drafters = together, drafters
                 break
         else:
-            parts.append(Part([entry]))
+            parts.append(PagePart([entry]))
     return parts
 
 
-def _compared_by_drafter(entries: Sequence[Named]) -> Drafters:
+def _compared_by_drafter(entries: Sequence[NamedReport]) -> Drafters:
     """Return the drafters that all reports have, by name, or by method where names differ."""
     paths, reports = [path for path, _ in entries], [report for _, report in entries]
     found: Drafters = {}
@@ -96,7 +96,7 @@ def _kind(report: Report, name: str) -> str:
     return report.settings[0].drafters[name].kind or name
 
 
-def merged(part: Part) -> Report:
+def merged(part: PagePart) -> Report:
     """Return one report with the drafters of all, those of the lineage named `NAME, before`.
 
     Plain decoding and baselines are those of the last report that has them, as is all else.
@@ -116,7 +116,7 @@ def merged(part: Part) -> Report:
     return msgspec.structs.replace(last, settings=list(settings.values()), drafter_bytes=sizes)
 
 
-def _changes(part: Part) -> list[tuple[str, Comparison, Change]]:
+def _changes(part: PagePart) -> list[tuple[str, Comparison, Change]]:
     """Return every change of a part with its drafter and setting."""
     return [
         (drafter, setting, change)
@@ -126,7 +126,7 @@ def _changes(part: Part) -> list[tuple[str, Comparison, Change]]:
     ]
 
 
-def compare_table(part: Part) -> Table | None:
+def compare_table(part: PagePart) -> FigureTable | None:
     """Return the table of a lineage; None for a part of one report.
 
     Every change is a row; columns that would hold one value only are left out.
@@ -154,7 +154,7 @@ def compare_table(part: Part) -> Table | None:
     return table_of(title, rows, switches=switches, important=important)
 
 
-def before_after(part: Part) -> list[Block]:
+def before_after(part: PagePart) -> list[Block]:
     """Return what changed: sentences, charts of the changes, and a table of all figures.
 
     Nothing is returned for a part of one report.
@@ -170,7 +170,7 @@ def before_after(part: Part) -> list[Block]:
     return [*_sentences(part), *_charts(part), table(of), text(notes)]
 
 
-def _sentences(part: Part) -> list[Block]:
+def _sentences(part: PagePart) -> list[Block]:
     """Return paragraphs: the change over all prompts, and what has regressed."""
     said, worse = [], []
     seen = set()
@@ -194,7 +194,7 @@ def _sentences(part: Part) -> list[Block]:
     return said
 
 
-def _charts(part: Part) -> list[Block]:
+def _charts(part: PagePart) -> list[Block]:
     """Return a chart of the changes with their intervals for each temperature and batch size."""
     rows: dict[str, list[JsonObject | None]] = {}
     for drafter, setting, change in _changes(part):

@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 
 from ....heads.files import JsonObject
-from ..names import BASELINES
-from ..remarks import headline
+from ..drafter_names import BASELINES
+from ..figure_text import headline
 from ..results import (
     FEWEST,
     DrafterFigures,
@@ -28,7 +28,7 @@ from ..results import (
     SettingFigures,
     caption,
     ends,
-    known,
+    is_measured,
 )
 from ..server_figures import ByDepth, Number
 from ..tables import (
@@ -37,7 +37,7 @@ from ..tables import (
     categories,
     remarks_of,
     remarks_of_server,
-    served,
+    server_table,
     summary,
 )
 from ..training_log import Training, trainings
@@ -124,7 +124,7 @@ def bar(
     group: str, name: str, value: Number, pair: Sequence[Number] | None, form: str = "{:.2f}"
 ) -> JsonObject | None:
     """Return the row of a bar with its interval and its text; None for an unknown value."""
-    if not known(value):
+    if not is_measured(value):
         return None
     low, high = ends(pair) or (None, None)
     written = form.format(value)
@@ -135,7 +135,7 @@ def bar(
 
 def points(name: str, values: Mapping[float, Number], **more: object) -> list[JsonObject]:
     """Return the rows of a line's points (x, y); `more` are its look and what else each has."""
-    return [{"name": name, "x": x, "y": y, **more} for x, y in values.items() if known(y)]
+    return [{"name": name, "x": x, "y": y, **more} for x, y in values.items() if is_measured(y)]
 
 
 def looks_of(reports: Sequence[Report]) -> dict[str, int]:
@@ -209,7 +209,7 @@ def summaries(report: Report) -> list[Block]:
 
 def server(report: Report) -> list[Block]:
     """Return the table of a live server, and the remarks that a reader of it needs."""
-    of = served(report)
+    of = server_table(report)
     if of is None or report.server is None:
         return []
     return [table(of), *map(text, remarks_of_server(report.server))]

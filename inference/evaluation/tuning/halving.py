@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from ....heads.files import JsonObject
 from ... import metrics
 from ...base.settings import Sampling
-from ...conversations.choice import alternately, number_of
 from ...conversations.prompts import Prompt
+from ...conversations.selection import balanced_order, hash_number
 from ...decode import Generation, Request, generate
 from ...proposers.ngram import PlainDecoding
 from ...targets.target import Target
@@ -74,8 +74,8 @@ def effort_for(
 def fewer(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     """Return `count` of the prompts, evenly over their categories, in their order."""
     groups = [(prompt.category,) for prompt in prompts]
-    units = [number_of(str(prompt.unit)) for prompt in prompts]
-    return [prompts[index] for index in sorted(alternately(groups, units)[:count])]
+    units = [hash_number(str(prompt.unit)) for prompt in prompts]
+    return [prompts[index] for index in sorted(balanced_order(groups, units)[:count])]
 
 
 def halves(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:

@@ -21,7 +21,7 @@ from msgspec import to_builtins
 
 from ....heads.errors import UserError
 from ....heads.files import JsonObject, check_output, whole_file, write_json
-from ...base.console import Console, Progress, warn
+from ...base.console import OutputConsole, ProgressReporter, warn
 from ...base.settings import Sampling
 from ...conversations.prompts import (
     Prompt,
@@ -35,13 +35,13 @@ from ...profile import key_of, machine_of
 from ...proposers.registry import check_spec, load_proposer, refuse_own
 from ...targets.target import Target, load_for_decoding
 from ..checks import swept, tokenizer_of
+from ..drafter_names import distinct_labels
 from ..evaluate import comparable_facts, origin
-from ..journal import Journal, kept
-from ..names import distinct_labels
+from ..figure_text import busy_now, slower
+from ..journal import Journal, interruption_message
 from ..options import TuneOptions as Options
-from ..remarks import busy_now, slower
-from ..results import FEWEST, factor, written
-from ..tables import Table, table_of
+from ..results import FEWEST, number_text, ratio_text
+from ..tables import FigureTable, table_of
 from .candidates import PLAIN, candidates, check_tunable
 from .halving import enough, halves, tuned_row
 
@@ -52,7 +52,7 @@ MOST_PROMPTS = 320  # that are read: both halves of 10 batches of 16
 
 def if_interrupted(options: Options) -> str:
     """Return a line for a person who stopped a tuning: how to continue it."""
-    return kept(options.out, "tuned")
+    return interruption_message(options.out, "tuned")
 
 
 def run(options: Options) -> None:
@@ -83,7 +83,7 @@ def run(options: Options) -> None:
     limit = f"at most about {options.budget:g} minutes" if options.budget else "without a limit"
     log.info("tuning %d of drafter, temperature and batch size: %s (--budget)", len(parts), limit)
 
-    with Progress(desc="tuning", unit=" steps") as progress:
+    with ProgressReporter(desc="tuning", unit=" steps") as progress:
 
         def tick(what: str) -> None:
             progress.now(what)
@@ -101,7 +101,7 @@ def run(options: Options) -> None:
     with whole_file(options.out) as aside:
         write_json(aside, profile)
     journal.finish()
-    show(profile, Console())
+    show(profile, OutputConsole())
     if options.budget:
         log.info("took %.1f of %g minutes", (time.monotonic() - started) / 60, options.budget)
 
@@ -162,7 +162,7 @@ def check(options: Options) -> tuple[list[Sampling], list[int]]:
     return samplings, sorted({*batches})
 
 
-def show(profile: JsonObject, console: Console) -> None:
+def show(profile: JsonObject, console: OutputConsole) -> None:
     """Print the results of each drafter."""
     names = distinct_labels(profile["drafters"])
     for key, rows in profile["drafters"].items():
@@ -179,7 +179,7 @@ def show(profile: JsonObject, console: Console) -> None:
     )
 
 
-def _table(name: str, row: JsonObject) -> Table:
+def _table(name: str, row: JsonObject) -> FigureTable:
     """Return the table of a row of the profile: plain decoding and the finalists of `name`."""
     rows = []
     for final in (row["plain"], *row["finalists"]):
@@ -189,10 +189,10 @@ def _table(name: str, row: JsonObject) -> Table:
             marks += " (default)" * (final["setting"] == row["default"]["setting"])
         rows.append({
             "drafts": final["label"] + marks,
-            "tau": written(measured["tau"]),
-            "tokens a second": written(measured["tokens_s"], ".0f"),
-            "speed-up": factor(measured["speedup"]),
-            "over default": factor(final.get("gain")),
+            "tau": number_text(measured["tau"]),
+            "tokens a second": number_text(measured["tokens_s"], ".0f"),
+            "speed-up": ratio_text(measured["speedup"]),
+            "over default": ratio_text(final.get("gain")),
         })  # fmt: skip
     return table_of(
         f"{name}\nT = {row['temperature']:g}, batch {row['batch']}: best of {row['candidates']} "

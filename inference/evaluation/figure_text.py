@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from ..proposers.registry import UNTRAINED
-from .names import LOOKUP
+from .drafter_names import LOOKUP
 from .results import (
     Conditions,
     DrafterFigures,
@@ -21,8 +21,8 @@ from .results import (
     SettingFigures,
     caption,
     interval_text,
-    known,
-    written,
+    is_measured,
+    number_text,
 )
 
 LOSS = 0.995  # speed-ups below it are printed as 0.99 or less
@@ -35,7 +35,7 @@ UNTRAINED_KIND = re.compile(rf"({'|'.join(UNTRAINED)})([ :]|$)")
 
 def slower(speedups: Mapping[str, float | None]) -> str:
     """Return `slower than plain decoding: NAME (0.91x)` for those that are; "" where none is."""
-    lost = [f"{name} ({x:.2f}x)" for name, x in speedups.items() if known(x) and x < LOSS]
+    lost = [f"{name} ({x:.2f}x)" for name, x in speedups.items() if is_measured(x) and x < LOSS]
     return f"slower than plain decoding: {', '.join(lost)}" if lost else ""
 
 
@@ -68,7 +68,7 @@ def load() -> float | None:
 
 def looping(share: float | None) -> str:
     """Return how many replies loop, where that makes tau doubtful; "" elsewhere."""
-    if not known(share) or share < LOOPING:
+    if not is_measured(share) or share < LOOPING:
         return ""
     return f"{share:.0%} of the replies loop, which raises tau"
 
@@ -93,7 +93,7 @@ def load_of(conditions: Conditions | None, threads: int | None) -> str:
     if conditions is None or cores is None:
         return ""
     loads = [conditions.load_before, conditions.load_after]
-    shown = " and ".join(f"{load:.1f}" for load in loads if known(load))
+    shown = " and ".join(f"{load:.1f}" for load in loads if is_measured(load))
     quiet = f"load before and after {shown} on {cores} core{'s' if cores != 1 else ''}"
     return busy(loads, cores, threads) or (quiet if shown else "")
 
@@ -112,7 +112,7 @@ def of_setting(setting: SettingFigures) -> str:
         untrained = untrained_part(name, drafting[name])
         mark = f" ({untrained})" if untrained else ""
         low = (drafting[name].speedup_ci95 or (None,))[0]
-        sure = ", but too few prompts to be sure of it" if known(low) and low <= 1 else ""
+        sure = ", but too few prompts to be sure of it" if is_measured(low) and low <= 1 else ""
         said.append(f"{name}{mark} is fastest, {gain_of(drafting[name])}{sure}")
         trained = [other for other in drafting if not untrained_part(other, drafting[other])]
         if untrained and trained:
@@ -130,7 +130,9 @@ def of_setting(setting: SettingFigures) -> str:
 def gain_of(figures: DrafterFigures) -> str:
     """Return `1.34x plain decoding (95%: 1.21-1.48), tau 3.20`."""
     between = interval_text(figures.speedup_ci95, " (95%: {:.2f}-{:.2f})")
-    return f"{figures.speedup:.2f}x plain decoding{between}, tau {written(figures.tau_incl_bonus)}"
+    return (
+        f"{figures.speedup:.2f}x plain decoding{between}, tau {number_text(figures.tau_incl_bonus)}"
+    )
 
 
 def fastest(setting: SettingFigures, names: Iterable[str] | None = None) -> str | None:
@@ -141,7 +143,7 @@ def fastest(setting: SettingFigures, names: Iterable[str] | None = None) -> str 
     gains = {}
     for name in setting.drafting if names is None else names:
         speedup = setting.drafters[name].speedup
-        if known(speedup) and speedup >= GAIN:
+        if is_measured(speedup) and speedup >= GAIN:
             gains[name] = speedup
     return max(gains, key=gains.__getitem__, default=None)
 

@@ -26,7 +26,7 @@ Occurrences = Callable[[str, str, int], Iterator[Span]]
 
 
 @dataclass(frozen=True)
-class Said:
+class RowText:
     """A text that a row says."""
 
     field: str
@@ -39,10 +39,10 @@ class Said:
 
 
 @dataclass
-class Texts:
-    """Texts that are looked for in order; those of one list inside it in any order."""
+class TextGroup:
+    """TextGroup that are looked for in order; those of one list inside it in any order."""
 
-    texts: list[Said | list[Said]] = field(default_factory=list)
+    texts: list[RowText | list[RowText]] = field(default_factory=list)
     reasoning: bool = False
 
 
@@ -54,7 +54,7 @@ class Passage:
     start: int
     taken: list[Span] = field(default_factory=list)
 
-    def place(self, group: Texts, anywhere: bool = False) -> Said | None:
+    def place(self, group: TextGroup, anywhere: bool = False) -> RowText | None:
         """Find the texts of a group after what was found before, or where nothing else is.
 
         Whole words come before parts of words, unless a later text is then missing. Returns the
@@ -63,7 +63,7 @@ class Passage:
         missed = self._place(group, anywhere, True)
         return None if missed is None else self._place(group, anywhere, False)
 
-    def _place(self, group: Texts, anywhere: bool, whole: bool) -> Said | None:
+    def _place(self, group: TextGroup, anywhere: bool, whole: bool) -> RowText | None:
         before, after = len(self.taken), self.start if anywhere else self.end
         for texts in group.texts:
             unordered = texts if isinstance(texts, list) else [texts]
@@ -85,7 +85,7 @@ class Passage:
         return None
 
     def _find(
-        self, said: Said, occurrences: Occurrences, after: int, taken: list[Span], whole: bool
+        self, said: RowText, occurrences: Occurrences, after: int, taken: list[Span], whole: bool
     ) -> Span | None:
         """Return the first place of a text from `after` on that overlaps none that are `taken`."""
         if occurrences is _loose_occurrences and (said.exact or said.scalar):
@@ -108,7 +108,7 @@ class Passage:
         return max((end for _, end in self.taken), default=self.start)
 
 
-def said_by(message: JsonObject, name: str, content_name: str) -> list[Texts]:
+def texts_of_message(message: JsonObject, name: str, content_name: str) -> list[TextGroup]:
     """Return the texts of a message in its normal form: reasoning, content and calls.
 
     `name` and `content_name` are the names of the message and of its content in the row.
@@ -117,40 +117,42 @@ def said_by(message: JsonObject, name: str, content_name: str) -> list[Texts]:
     key, reasoning = reasoning_of(message)
     content = message.get("content") or ""
     if reasoning:
-        groups.append(Texts([Said(f"{name}.{key}", reasoning)], reasoning=True))
+        groups.append(TextGroup([RowText(f"{name}.{key}", reasoning)], reasoning=True))
     elif message["role"] == "assistant" and isinstance(content, str):
         thought, content = split_reasoning(content)
         if thought.strip():
-            groups.append(Texts([Said(content_name, thought)], reasoning=True))
+            groups.append(TextGroup([RowText(content_name, thought)], reasoning=True))
     if isinstance(content, str):
-        texts = [Said(content_name, content)]
+        texts = [RowText(content_name, content)]
     else:
-        texts = [Said(f"{content_name}[{i}]", part["text"]) for i, part in enumerate(content)]
-    groups.append(Texts([said for said in texts if said.text.strip()]))
-    calls: list[Said | list[Said]] = []
+        texts = [RowText(f"{content_name}[{i}]", part["text"]) for i, part in enumerate(content)]
+    groups.append(TextGroup([said for said in texts if said.text.strip()]))
+    calls: list[RowText | list[RowText]] = []
     for number, call in enumerate(message.get("tool_calls") or ()):
         function, path = call["function"], f"{name}.tool_calls[{number}].function"
-        calls.append(Said(f"{path}.name", function["name"]))
+        calls.append(RowText(f"{path}.name", function["name"]))
         arguments, path = function["arguments"], f"{path}.arguments"
         kept = isinstance(arguments, str)
-        calls.append([Said(path, arguments, exact=True)] if kept else [*_leaves(arguments, path)])
-    groups.append(Texts(calls))
+        calls.append(
+            [RowText(path, arguments, exact=True)] if kept else [*_leaves(arguments, path)]
+        )
+    groups.append(TextGroup(calls))
     return [group for group in groups if group.texts]
 
 
-def said_by_tools(tools: list[JsonObject] | None) -> Texts:
+def texts_of_tools(tools: list[JsonObject] | None) -> TextGroup:
     """Return the names and descriptions of tools."""
-    texts: list[Said | list[Said]] = []
+    texts: list[RowText | list[RowText]] = []
     for number, tool in enumerate(tools or ()):
         function = tool["function"]
         texts.append(
             [
-                Said(f"tools[{number}].function.{key}", function[key])
+                RowText(f"tools[{number}].function.{key}", function[key])
                 for key in ("name", "description")
                 if isinstance(function.get(key), str) and function[key].strip()
             ]
         )
-    return Texts(texts)
+    return TextGroup(texts)
 
 
 def split_reasoning(content: str) -> tuple[str, str]:
@@ -168,37 +170,37 @@ def split_reasoning(content: str) -> tuple[str, str]:
     return head.split(REASONING_BEGINS)[-1], rest
 
 
-def times(said: Said, text: str) -> int:
+def count_occurrences(said: RowText, text: str) -> int:
     """Return how often a text has a place in a rendered text, in the spelling that is there."""
     escaped = json.dumps(said.text.strip(), ensure_ascii=False)[1:-1]
     return next(filter(None, map(text.count, (*_spellings(said), escaped))), 0)
 
 
-def missing(said: Said) -> RowError:
+def missing_text_error(said: RowText) -> RowError:
     """Return the refusal of a row of which the template leaves out a text."""
     text = " ".join(said.text.split())
     shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}.."
     return RowError(f"{said.field}: the chat template leaves out or changes {shown!r}")
 
 
-def _leaves(value: Any, path: str) -> Iterator[Said]:
+def _leaves(value: Any, path: str) -> Iterator[RowText]:
     """Yield the keys and values of a call's arguments."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if key.strip():
-                yield Said(f"{path}.{key}", key)
+                yield RowText(f"{path}.{key}", key)
             yield from _leaves(inner, f"{path}.{key}")
     elif isinstance(value, list):
         for number, inner in enumerate(value):
             yield from _leaves(inner, f"{path}[{number}]")
     elif isinstance(value, str):
         if value.strip():
-            yield Said(path, value)
+            yield RowText(path, value)
     elif value is not None:
-        yield Said(path, json.dumps(value), scalar=True)
+        yield RowText(path, json.dumps(value), scalar=True)
 
 
-def _spellings(said: Said) -> Iterator[str]:
+def _spellings(said: RowText) -> Iterator[str]:
     """Yield the ways in which templates write a text: as it is, or as JSON in ASCII."""
     text = said.text.strip()
     yield text

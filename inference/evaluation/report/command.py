@@ -13,13 +13,13 @@ from pathlib import Path
 
 from ....heads.errors import UserError
 from ....heads.files import JsonObject, check_output, read_json, whole_file
+from ..figure_text import headline
 from ..options import ReportOptions as Options
-from ..remarks import headline
 from ..results import Report, read_report
-from ..tables import categories, served, summary
+from ..tables import categories, server_table, summary
 from ..training_log import METRICS_FILE, Training, read_metrics, trainings
 from . import page
-from .lineage import Named, Part, before_after, compare_table, parts_of_page
+from .lineage import NamedReport, PagePart, before_after, compare_table, parts_of_page
 from .page import Block, heading
 
 HTML_FILE = "report.html"
@@ -27,10 +27,10 @@ ENDINGS = {".html": "html", ".htm": "html", ".md": "md", ".markdown": "md"}
 
 
 @dataclass
-class Found:
+class ReportInputs:
     """Reports and training runs that the named files and folders hold."""
 
-    reports: list[Named]
+    reports: list[NamedReport]
     trainings: list[Training]
 
 
@@ -77,7 +77,7 @@ def format_of(options: Options) -> str:
     return options.format or named or "html"
 
 
-def gather(paths: Sequence[str]) -> Found:
+def gather(paths: Sequence[str]) -> ReportInputs:
     """Return all reports and training runs that the paths name, each once.
 
     A path is a JSON report, the log or the folder of a training run, or a folder that holds JSON
@@ -113,7 +113,7 @@ def gather(paths: Sequence[str]) -> Found:
                 f"{text} does not exist; name a JSON of draftsmith evaluate or a training run's "
                 "folder"
             )
-    return Found(list(reports.values()), _labelled(runs))
+    return ReportInputs(list(reports.values()), _labelled(runs))
 
 
 def _labelled(runs: dict[Path, list[JsonObject]]) -> list[Training]:
@@ -143,7 +143,7 @@ def is_report(file: Path) -> bool:
     return isinstance(value, dict) and {"settings", "prompt_set"} <= value.keys()
 
 
-def html(found: Found) -> bytes:
+def html(found: ReportInputs) -> bytes:
     """Return the page: its parts of one report or one lineage, then training runs."""
     parts = parts_of_page(found.reports)
     reports = [part.report for part in parts]
@@ -162,7 +162,7 @@ def html(found: Found) -> bytes:
     return page.html(title, blocks, page.looks_of(reports))
 
 
-def sections(part: Part, report: Report) -> list[tuple[str, list[Block]]]:
+def sections(part: PagePart, report: Report) -> list[tuple[str, list[Block]]]:
     """Return headings and blocks of all sections in their order, also those without a block.
 
     `report` is the one of the part, or all of its lineage in one.
@@ -184,7 +184,7 @@ def sections(part: Part, report: Report) -> list[tuple[str, list[Block]]]:
     ]
 
 
-def markdown(found: Found) -> str:
+def markdown(found: ReportInputs) -> str:
     """Return the tables of all reports, lineages and training runs as Markdown.
 
     They have their most important columns only, and many drafters share several tables.
@@ -199,7 +199,7 @@ def markdown(found: Found) -> str:
         whole = [
             compare_table(part),
             summary(report) if report.settings else None,
-            served(report),
+            server_table(report),
         ]
         tables = [table.of(table.few()) for table in whole if table is not None]
         for table in categories(report.settings):

@@ -120,11 +120,11 @@ def distinct_labels(specs: Iterable[str]) -> dict[str, str]:
         if "name" not in settings:
             unnamed[next(longer_names(drafter))].append(spec)
     for alike in unnamed.values():
-        labels |= told_apart(alike)
+        labels |= disambiguate(alike)
     return labels
 
 
-def told_apart(specs: Sequence[str]) -> dict[str, str]:
+def disambiguate(specs: Sequence[str]) -> dict[str, str]:
     """Return the names of drafters that have the same one without their settings."""
     parsed = {spec: parse_spec(spec) for spec in specs}
     drafters = {os.path.abspath(drafter): drafter for drafter, _ in parsed.values()}

@@ -16,7 +16,7 @@ from typing import Any
 
 from .formats import Conversation
 
-Group = tuple[str, ...]
+CategoryPath = tuple[str, ...]
 """Names of a row's source and category, the larger first."""
 
 
@@ -54,10 +54,10 @@ def _keys(row: Any, conversation: Conversation, source: str) -> list[int]:
 
     The ids that `data regenerate` gives to rows without any are places in a file and do not count.
     """
-    keys = [number_of(prompt_of(conversation))]
+    keys = [hash_number(prompt_text(conversation))]
     given = _given_id(row)
     if given not in (None, ""):
-        keys.append(number_of(json.dumps([source, str(given)])))
+        keys.append(hash_number(json.dumps([source, str(given)])))
     return keys
 
 
@@ -66,7 +66,7 @@ def _given_id(row: Any) -> Any:
     return None if "regenerated" in row else row.get("id", row.get("question_id"))
 
 
-def prompt_of(conversation: Conversation) -> str:
+def prompt_text(conversation: Conversation) -> str:
     """Return what is before the first reply to a user, as one text.
 
     It is the same for all turns and parts of a conversation, and for several replies to a prompt.
@@ -87,28 +87,28 @@ def prompt_of(conversation: Conversation) -> str:
     return json.dumps(said, ensure_ascii=False)
 
 
-def number_of(name: str) -> int:
+def hash_number(name: str) -> int:
     """Return the number by which something is known and drawn: 63 bits of its name's SHA-256."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) >> 1
 
 
-def alternately(groups: Sequence[Group], units: Sequence[int]) -> list[int]:
+def balanced_order(groups: Sequence[CategoryPath], units: Sequence[int]) -> list[int]:
     """Return the indices of all rows in the order in which they are drawn.
 
     Sources take turns, within a source its categories, and within a category its units, in the
     order of their numbers. A unit's second row comes after the first rows of all units of its
     category. `groups[i]` and `units[i]` are those of row i.
     """
-    seen: Counter[tuple[Group, int]] = Counter()
-    ordered: dict[Group, list[tuple[int, int, int]]] = {}
+    seen: Counter[tuple[CategoryPath, int]] = Counter()
+    ordered: dict[CategoryPath, list[tuple[int, int, int]]] = {}
     for index, (group, unit) in enumerate(zip(groups, units, strict=True)):
         ordered.setdefault(group, []).append((seen[group, unit], unit, index))
         seen[group, unit] += 1
     lists = {group: [index for *_, index in sorted(rows)] for group, rows in ordered.items()}
     while any(lists):  # until the groups have no names left, of which the last goes first
-        inner: dict[Group, list[list[int]]] = {}
+        inner: dict[CategoryPath, list[list[int]]] = {}
         # Not in the order of the alphabet: of more groups than rows to draw, any may be left out.
-        for group in sorted(lists, key=lambda group: [number_of(name) for name in group]):
+        for group in sorted(lists, key=lambda group: [hash_number(name) for name in group]):
             inner.setdefault(group[:-1], []).append(lists[group])
         lists = {
             group: [index for turn in zip_longest(*rows) for index in turn if index is not None]
@@ -117,7 +117,7 @@ def alternately(groups: Sequence[Group], units: Sequence[int]) -> list[int]:
     return lists.get((), [])
 
 
-def described(groups: Sequence[Group]) -> str:
+def describe_groups(groups: Sequence[CategoryPath]) -> str:
     """Return how many rows there are of each group, such as `11 chat, 11 code, 10 math`."""
     counts = Counter("/".join(name for name in group if name) for group in groups)
     return ", ".join(

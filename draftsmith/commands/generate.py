@@ -24,13 +24,13 @@ from ..inference.conversations.prompts import (
     Prompt,
     check_source,
     next_turn,
+    tokenizer_of,
     words_or_rows,
 )
 from ..inference.conversations.rendering import prompt_ids
 from ..inference.conversations.rows import SourceNotes
 from ..inference.conversations.templates import check_template_kwargs
 from ..inference.decode import Generation, Request, decode
-from ..inference.evaluation.checks import tokenizer_of
 from ..inference.evaluation.figure_text import busy_now, slower
 from ..inference.evaluation.measure import difference, distinct_names
 from ..inference.metrics import emitted_per_round, tau, time_per_token

@@ -23,7 +23,7 @@ from ..heads.errors import UserError
 from ..heads.files import check_output, check_output_folder
 from ..heads.locks import only_writer
 from ..inference.base.console import ProgressReporter
-from ..inference.base.keys import headers_with_key
+from ..inference.base.settings import headers_with_key
 from ..inference.conversations.messages import RowError
 from ..inference.conversations.rows import SHARES, MalformedRows, SourceNotes
 from ..inference.conversations.sources import rows_of, source_files

@@ -1,11 +1,13 @@
-"""Settings of every command that decodes: the target's location, and the choice of tokens."""
+"""Settings that commands share: servers, rows, the target, and sampling."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
@@ -58,6 +60,45 @@ def check_url(url: str | None, option: str) -> None:
         raise UserError(
             f"{option} {url!r} is no address of a server; write it as http://localhost:8000/v1"
         )
+
+
+SERVER_KEY_VARIABLE = "DRAFTSMITH_SERVER_KEY"
+"""Environment variable with the API key for requests to servers, used if no file is named.
+
+A key comes from a file or the environment, since every user of a machine can read the arguments of
+a process."""
+
+
+def read_key(key: str | None, file: str | None, option: str) -> str | None:
+    """Return the key in `file`, which the user named with `option`, else `key`.
+
+    Raises `UserError` for a file that cannot be read and for a key that cannot be sent.
+    """
+    source = "the API key"
+    if file is not None:
+        source = f"{option} {file}"
+        try:
+            key = Path(file).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            raise UserError(f"cannot read {source}: {reason}; check the path") from error
+        if not key:
+            raise UserError(f"{source} is empty; write the key into it")
+    # A header of HTTP can carry neither control characters nor spaces at its ends.
+    if key and (key != key.strip() or not key.isprintable()):
+        raise UserError(f"{source} has spaces around it or characters that cannot be sent")
+    return key or None
+
+
+def headers_with_key(file: str | None = None, option: str = "") -> dict[str, str]:
+    """Return the header with the key in `file`, else in `SERVER_KEY_VARIABLE`; empty without a key.
+
+    `option` is the option that names `file`. Raises `UserError` as `read_key` does.
+    """
+    key = read_key(os.environ.get(SERVER_KEY_VARIABLE), file, option)
+    if key is not None and not key.isascii():
+        raise UserError("the API key has characters that cannot be sent")
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -11,7 +11,8 @@ from typing import Any
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
-from ..base.settings import BadRows, RowSource
+from ..base.settings import BadRows, RowSource, TargetConfig
+from ..targets.target_files import base_and_adapter, check_config, read_tokenizer
 from .formats import Conversation, conversation_of
 from .messages import RowError
 from .rendering import prompt_ids
@@ -49,6 +50,13 @@ class Prompt:
     unit: int = 0
     """Place of the first prompt of the same unit (`choice.Units`): together they are one
     observation of an interval."""
+
+
+def tokenizer_of(config: TargetConfig) -> Any:
+    """Return the tokenizer of a target without loading its weights. Raises `UserError`."""
+    path, _ = base_and_adapter(config)
+    check_config(path, config.trust_remote_code)
+    return read_tokenizer(path, config.trust_remote_code)
 
 
 def read_prompts(

@@ -17,18 +17,10 @@ from ..base.console import OutputConsole
 from ..metrics import tau
 from .drafter_names import BASELINES
 from .engines import AS_IN
+from .figure_text import NOTHING, interval_text, number_with_interval
 from .intervals import LEVEL, interval, pooled, tau_interval
 from .options import CompareOptions as Options
-from .results import (
-    FEWEST,
-    NOTHING,
-    Report,
-    RequestRecord,
-    SettingFigures,
-    interval_text,
-    number_with_interval,
-    read_measured,
-)
+from .results import FEWEST, Report, RequestRecord, SettingFigures, read_measured
 from .tables import UNNAMED, table_of
 
 REGRESSED = 3  # exit code

@@ -6,7 +6,6 @@ batch size.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json as json_module
 import logging
@@ -16,8 +15,9 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +26,29 @@ import transformers
 from msgspec import to_builtins
 
 from ...heads.errors import UserError
-from ...heads.files import STANDARD_OUTPUT, JsonObject, checksum, output_json
+from ...heads.files import STANDARD_OUTPUT, JsonObject, check_json, checksum, output_json
 from ...heads.fingerprint import tokenizer_hash, without_name
 from ...heads.layout import dtype_name
 from ..base.console import ProgressReporter, warn
-from ..base.settings import Sampling
-from ..conversations.prompts import Prompt, check_batches, check_room
+from ..base.settings import Sampling, check_url, headers_with_key
+from ..conversations.prompts import (
+    Prompt,
+    check_batches,
+    check_room,
+    check_source,
+    read_prompts,
+    tokenizer_of,
+)
 from ..conversations.rows import InMemoryRows
 from ..conversations.sources import benchmark_of
-from ..conversations.templates import endless
-from ..profile import TuningProfile, key_of, machine_of
+from ..conversations.templates import check_template_kwargs, endless
+from ..profile import TuningProfile, key_of, machine_of, read_profile
 from ..proposers.contract import Proposer
 from ..proposers.own_drafters import checked_proposer, files_of
-from ..proposers.registry import is_own_drafter, load_proposer, parse_spec, without_tree
+from ..proposers.registry import check_spec, is_own_drafter, load_proposer, parse_spec, without_tree
 from ..targets.packed import processor
 from ..targets.target import Target, load_for_decoding
 from . import server_report as live_report
-from .checks import check, prompts_of
 from .drafter_names import BASELINES, distinct_names, short_name
 from .engines import AS_IN, ImitatedEngine, as_in_engine
 from .figure_text import load
@@ -50,6 +56,7 @@ from .figures import figures_of_setting
 from .journal import Journal, interruption_message
 from .measure import ChosenWay, Results, Setting, Way, decode_alternately
 from .options import EvaluateOptions as Options
+from .options import TuneOptions
 from .results import (
     SCHEMA,
     Conditions,
@@ -78,7 +85,7 @@ def run(options: Options) -> None:
     """Measure what the options name, print the tables and write the files. Raises `UserError`."""
     if options.json == STANDARD_OUTPUT:
         # there is no file to resume from
-        report = measured(dataclasses.replace(options, json=None))
+        report = measured(replace(options, json=None))
         output_json(STANDARD_OUTPUT, report.to_json())
     else:
         show(measured(options))
@@ -97,35 +104,107 @@ def measured(
     """
     settings = check(options)
     started = datetime.now(UTC).isoformat(timespec="seconds")
+    tokenizer = given.tokenizer if given is not None else tokenizer_of(options.target)
+    prompts = prompts_of(options, tokenizer, rows)
     served = None
-    # the server comes first: its address may be wrong, and measuring drafters here takes long
+    # The server comes first: its address may be wrong, and measuring drafters here takes long.
     if options.server is not None:
         at_once = options.concurrency or list(CONCURRENCY)
         samplings = [setting.sampling for setting in settings]
-        served = live_report.measure(options, samplings, at_once, rows)
+        served = live_report.measure(options, tokenizer, prompts, samplings, at_once)
     if served is None or options.drafter or own:
-        return evaluate_drafters(options, settings, started, served, given, own, rows)
-    report = facts_of(None, served.tokenizer, served.prompts, options, started)
+        return evaluate_drafters(options, settings, prompts, started, served, given, own)
+    report = facts_of(None, tokenizer, prompts, options, started)
     report.server = served.report
     write_report(report, options.json)
     return report
 
 
+def check(options: Options) -> list[Setting]:
+    """Return the settings to measure, a temperature and a batch size each.
+
+    Raises `UserError` for all that can be known to be wrong before a large target is loaded.
+    """
+    for name in ("limit", "max_new_tokens", "repeats"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    for engine in options.like:
+        ImitatedEngine(engine)  # raises for an engine or a setting that is not known
+    if (options.like or options.profile) and not options.drafter:
+        raise UserError("--like and --profile are about drafters; name one with --drafter")
+    if options.profile is not None:
+        read_profile(options.profile)
+    check_server(options)
+    check_source(options.source(options.prompts))
+    for spec in options.drafter:
+        check_spec(spec)
+    check_json(options.json)
+    return [
+        Setting(sampling, size, options.max_new_tokens, options.repeats)
+        for sampling, size in product(*swept(options))
+    ]
+
+
+def swept(options: Options | TuneOptions) -> tuple[list[Sampling], list[int]]:
+    """Return the sampling for each temperature of a command, and its batch sizes.
+
+    Raises `UserError`.
+    """
+    if (fewest := min(options.batch_size, default=0)) < 1:
+        raise UserError(f"--batch-size must be at least 1, not {fewest}")
+    temperatures = options.temperature or [options.sampling.temperature]
+    return [replace(options.sampling, temperature=one) for one in temperatures], options.batch_size
+
+
+def check_server(options: Options) -> None:
+    """Raise `UserError` for options that do not go with `server`, or only with it."""
+    if options.server is None:
+        of_server = ("concurrency", "server_model")
+        if given := [name for name in of_server if getattr(options, name)]:
+            raise UserError(
+                f"--{given[0].replace('_', '-')} is of a server; name it with --server "
+                "http://127.0.0.1:8000"
+            )
+        return
+    check_url(options.server, "--server")
+    headers_with_key()
+    if options.batch_size != [1]:
+        raise UserError(
+            "--server takes --concurrency 1,8,32 in place of batch sizes; drafters here are "
+            "measured one by one"
+        )
+    if min(options.concurrency, default=1) < 1:
+        raise UserError("--concurrency must be at least 1")
+
+
+def prompts_of(options: Options, tokenizer: Any, rows: InMemoryRows | None = None) -> list[Prompt]:
+    """Return the prompts in `rows`, or those that the options name. Raises `UserError`."""
+    check_template_kwargs(options.chat_template_kwargs)
+    return read_prompts(
+        options.source(options.prompts) if rows is None else rows,
+        tokenizer,
+        options.target.path,
+        options.limit,
+        options.bad_rows,
+        options.chat_template_kwargs,
+    )
+
+
 def evaluate_drafters(
     options: Options,
     settings: list[Setting],
+    prompts: list[Prompt],
     started: str,
     served: live_report.ServerMeasurement | None,
     given: Target | None = None,
     own: Sequence[Proposer] = (),
-    rows: InMemoryRows | None = None,
 ) -> Report:
     """Return the report of the drafters that decode in this process, and write it.
 
-    `given`, `own` and `rows` are as for `measured`. Greedy replies of a server, in `served`, are
-    compared with plain decoding. Raises `UserError`.
+    `given` and `own` are as for `measured`. Greedy replies of a server, in `served`, are compared
+    with plain decoding. Raises `UserError`.
     """
-    prompts = prompts_of(options, given.tokenizer if given is not None else None, rows)
     check_batches([setting.batch for setting in settings], prompts)
     target = given or load_for_decoding(options.target)
     if why := endless(target.tokenizer, target.name, target.eos_ids, options.chat_template_kwargs):

@@ -8,29 +8,75 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeGuard
 
 import torch
 
 from ..proposers.registry import UNTRAINED
 from .drafter_names import LOOKUP
-from .results import (
-    Conditions,
-    DrafterFigures,
-    Report,
-    SettingFigures,
-    caption,
-    interval_text,
-    is_measured,
-    number_text,
-)
+from .results import ByDepth, Conditions, DrafterFigures, Number, Report, SettingFigures
 
+NOTHING = "-"  # in place of a figure that was not measured
+SHOWN = 3  # positions whose acceptance the tables show; the JSON holds all
 LOSS = 0.995  # speed-ups below it are printed as 0.99 or less
 GAIN = 1.005  # speed-ups from it on are printed as 1.01 or more
 SPARE = 0.5  # running processes beyond the cores that a quiet machine shows for a moment
 LOOPING = 0.2  # share of replies that loop from which tau is doubtful
 UNTRAINED_MARK = "untrained"
 UNTRAINED_KIND = re.compile(rf"({'|'.join(UNTRAINED)})([ :]|$)")
+
+
+def caption(*settings: SettingFigures) -> str:
+    """Return `T = 0, batch 1, 4` for settings that differ in batch size only."""
+    sizes = ", ".join(str(setting.batch) for setting in settings)
+    return f"T = {settings[0].temperature:g}, batch {sizes}"
+
+
+def is_measured(value: object) -> TypeGuard[float]:
+    """Return whether a figure was measured; ratios of nothing are NaN, JSON has huge numbers."""
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+
+
+def number_text(value: object, form: str = ".2f", scale: float = 1.0) -> str:
+    """Return `value * scale` in the format `form`; a dash for one that was not measured."""
+    return format(value * scale, form) if is_measured(value) else NOTHING
+
+
+def ratio_text(value: object) -> str:
+    """Return a ratio as `1.34x`; a dash where there is none."""
+    return f"{value:.2f}x" if is_measured(value) else NOTHING
+
+
+def ends(pair: Sequence[Number] | None) -> tuple[float, float] | None:
+    """Return both ends of an interval; None unless both are known."""
+    low, high = pair or (None, None)
+    return (low, high) if is_measured(low) and is_measured(high) else None
+
+
+def interval_text(pair: Sequence[Number] | None, form: str = "{:.2f}-{:.2f}") -> str:
+    """Return both ends of an interval in the format `form`; empty where it is not known."""
+    found = ends(pair)
+    return form.format(*found) if found else ""
+
+
+def number_with_interval(value: object, pair: Sequence[Number] | None) -> str:
+    """Return `2.31 (2.01-2.34)`, without the brackets where the interval is not known."""
+    return number_text(value) + interval_text(pair, " ({:.2f}-{:.2f})")
+
+
+def survival_text(survival: ByDepth) -> str:
+    """Return the first figures of `survival` as a table shows them: `.71 .44 .25`."""
+    shares = [share for share in survival[:SHOWN] if share is not None]
+    return " ".join(f"{share:.2f}".removeprefix("0") for share in shares) or NOTHING
+
+
+def equal_replies_text(same: int | None, of: int | None) -> str:
+    """Return `yes`, `3 of 4`, or a dash where replies were not compared."""
+    if same is None or not of:
+        return NOTHING
+    return "yes" if same == of else f"{same} of {of}"
 
 
 def slower(speedups: Mapping[str, float | None]) -> str:

@@ -21,11 +21,10 @@ from ...heads.errors import UserError
 from ...heads.exchange.engines import ENGINES
 from ...heads.exchange.engines.engine import CounterNames, ServerFacts
 from ...heads.files import JsonObject, no_constant
-from ..base.keys import OF_SERVER
-from ..base.settings import Sampling, check_url
+from ..base.settings import SERVER_KEY_VARIABLE, Sampling, check_url
 from ..conversations.prompts import Prompt
+from .results import ServerReport
 from .server_counters import Counters, ServerReply, read_counters
-from .server_figures import ServerReport
 
 PROTOCOLS = {name: engine.server for name, engine in ENGINES.items() if engine.server is not None}
 *_first, _last = (ENGINES[name].title for name in PROTOCOLS)
@@ -205,8 +204,8 @@ async def _get(client: httpx.AsyncClient, path: str) -> Any:
     response = await _request(client, path)
     if response.status_code in (401, 403):
         raise UserError(
-            f"{client.base_url} wants another API key, or one at all; set {OF_SERVER}, or put it "
-            "into a file where the command takes one"
+            f"{client.base_url} requires a valid API key; set {SERVER_KEY_VARIABLE}, or put it into a "
+            "file where the command takes one"
         )
     try:
         return response.json() if response.status_code == 200 else None

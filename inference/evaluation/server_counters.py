@@ -18,7 +18,7 @@ from typing import Any
 from ...heads.exchange.engines.engine import CounterNames, ReplyCounts, ServerProtocol
 from ...heads.files import JsonObject
 from ..conversations.prompts import Prompt
-from .server_figures import Speculation
+from .results import Speculation
 
 # A line of Prometheus text: name{labels} value, and perhaps a time. Labels may contain braces (a
 # model's name, say), so they reach to the last closing one.

@@ -20,20 +20,17 @@ from ...heads.errors import UserError
 from ...heads.exchange.engines.engine import CounterNames
 from ...heads.pretrained import end_ids, read_config
 from ..base.console import ProgressReporter
-from ..base.keys import headers_with_key
-from ..base.settings import Sampling, TargetConfig
+from ..base.settings import Sampling, TargetConfig, headers_with_key
 from ..conversations.prompts import Prompt, next_turn
-from ..conversations.rows import InMemoryRows
 from ..decode import Generation
 from ..metrics import quantiles
 from ..targets.target import Target
 from ..targets.target_files import base_and_adapter
-from .checks import prompts_of, tokenizer_of
 from .measure import Results, first_difference
 from .options import EvaluateOptions
+from .results import ServerFigures, ServerReport, Speculation
 from .server_client import PROTOCOLS, ServerReply, client_of, connect, counters_of, replies_to
 from .server_counters import speculation_from_counters, speculation_from_replies
-from .server_figures import ServerFigures, ServerReport, Speculation
 
 WARM_UP = 8  # tokens of a first reply that is not counted
 
@@ -51,17 +48,16 @@ class ServerMeasurement:
 
 def measure(
     options: EvaluateOptions,
+    tokenizer: Any,
+    prompts: list[Prompt],
     samplings: Sequence[Sampling],
     concurrency: Sequence[int],
-    rows: InMemoryRows | None = None,
 ) -> ServerMeasurement:
     """Measure the server at `options.server` for each sampling and concurrency.
 
-    `rows` are prompts in place of those that the options name. Raises `UserError` for prompts that
-    cannot be read or do not fit the server, and for a server that is not there or fails.
+    Raises `UserError` for prompts that do not fit the server, and for a server that cannot be
+    reached or fails.
     """
-    tokenizer = tokenizer_of(options.target)
-    prompts = prompts_of(options, tokenizer, rows)
     settings = generation_settings(options.target)
     # The settings hold one id, several, or none; then the tokenizer's is taken, if it has one.
     ends = settings.eos_token_id if settings.eos_token_id is not None else tokenizer.eos_token_id

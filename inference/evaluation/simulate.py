@@ -22,9 +22,9 @@ from ..base.costs import (
     extend_acceptances,
     speedup,
 )
-from .checks import numbers
+from .figure_text import ratio_text
 from .options import SimulateOptions as Options
-from .results import DrafterFigures, ratio_text, read_measured
+from .results import DrafterFigures, read_measured
 from .tables import table_of
 
 LONGEST = 16  # chains that are tried: servers take no longer ones
@@ -71,10 +71,15 @@ class Chain:
 
 def assumed(acceptance: str) -> list[float]:
     """Return the acceptances that a user wrote. Raises `UserError`."""
-    given = numbers(acceptance, "--acceptance", float)
-    if not all(0 <= share <= 1 for share in given):
+    try:
+        shares = [float(share) for share in acceptance.split(",")]
+    except ValueError as error:
+        raise UserError(
+            f"--acceptance takes numbers with commas between them, not {acceptance!r}"
+        ) from error
+    if not all(0 <= share <= 1 for share in shares):
         raise UserError("--acceptance must lie between 0 and 1")
-    return given
+    return shares
 
 
 def simulation(options: Options, chain: Chain, longest: int = LONGEST) -> JsonObject:

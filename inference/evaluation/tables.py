@@ -15,15 +15,13 @@ from rich.console import Group
 from rich.text import Text
 
 from ..base.console import OutputConsole, plain_table
-from .figure_text import fastest, headline
-from .results import (
+from .figure_text import (
     NOTHING,
     SHOWN,
-    DrafterFigures,
-    Report,
-    SettingFigures,
     caption,
     equal_replies_text,
+    fastest,
+    headline,
     interval_text,
     is_measured,
     number_text,
@@ -31,7 +29,7 @@ from .results import (
     ratio_text,
     survival_text,
 )
-from .server_figures import ServerReport
+from .results import DrafterFigures, Report, ServerReport, SettingFigures
 
 UNNAMED = "(none)"  # the category of prompts that have none
 MOST = 8  # columns of a table, unless a reader asks for all

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
-from .results import NAN, is_measured, number_text, number_with_interval
+from .figure_text import is_measured, number_text, number_with_interval
+from .results import NAN
 from .tables import FigureTable, table_of
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ..base.console import warn
-from ..base.keys import read_key
+from ..base.settings import read_key
 from ..evaluation.measure import distinct_names
 from ..profile import TuningProfile, read_profile
 from ..proposers.contract import Proposer

@@ -34,7 +34,7 @@ from ...heads.files import JsonObject, whole_file
 from ...heads.stored_tensors import header
 from ...heads.vocabulary import spread_ids
 from ...inference.base.console import ProgressReporter
-from ...inference.base.keys import OF_SERVER, headers_with_key
+from ...inference.base.settings import SERVER_KEY_VARIABLE, headers_with_key
 from ...inference.targets.causal_model import Hidden
 from ...inference.targets.stored import HeldOutPrompt, HeldOutText, StoredTarget
 from ...inference.targets.target import TargetSource
@@ -138,7 +138,7 @@ class Client:
         if answer.status_code != 200:
             raise self._wrong(
                 f"refuses {len(ids)} tokens with status {answer.status_code} "
-                f"({answer.text[:200]}); check its limits, and the key in {OF_SERVER}"
+                f"({answer.text[:200]}); check its limits, and the key in {SERVER_KEY_VARIABLE}"
             )
         try:
             reply = convert(answer.json(), _StatesAnswer)

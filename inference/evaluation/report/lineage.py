@@ -13,7 +13,8 @@ import msgspec
 from ....heads.errors import UserError
 from ....heads.files import JsonObject
 from ..compare import ALL, Change, Comparison, cells_of, compared, outcome, own_drafters
-from ..results import Report, SettingFigures, interval_text
+from ..figure_text import interval_text
+from ..results import Report, SettingFigures
 from ..tables import UNNAMED, FigureTable, table_of
 from .page import Block, bar, chart, charts, table, text
 

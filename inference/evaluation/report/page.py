@@ -19,21 +19,11 @@ import msgspec
 
 from ....heads.files import JsonObject
 from ..drafter_names import BASELINES
-from ..figure_text import headline
-from ..results import (
-    FEWEST,
-    DrafterFigures,
-    PromptSet,
-    Report,
-    SettingFigures,
-    caption,
-    ends,
-    is_measured,
-)
-from ..server_figures import ByDepth, Number
+from ..figure_text import caption, ends, headline, is_measured
+from ..results import FEWEST, ByDepth, DrafterFigures, Number, PromptSet, Report, SettingFigures
 from ..tables import (
     UNNAMED,
-    Table,
+    FigureTable,
     categories,
     remarks_of,
     remarks_of_server,
@@ -91,7 +81,7 @@ def text(words: str, look: str = "note") -> Block:
     return {"kind": "text", "text": words, "look": look}
 
 
-def table(of: Table) -> Block:
+def table(of: FigureTable) -> Block:
     """Return a table, which shows the columns `few` until its reader asks for all."""
     return {"kind": "table", **msgspec.to_builtins(of), "few": of.few()}
 

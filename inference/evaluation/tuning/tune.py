@@ -29,6 +29,7 @@ from ...conversations.prompts import (
     check_room,
     check_source,
     read_prompts,
+    tokenizer_of,
 )
 from ...conversations.templates import endless
 from ...profile import key_of, machine_of
@@ -37,10 +38,10 @@ from ...targets.target import Target, load_for_decoding
 from ..checks import swept, tokenizer_of
 from ..drafter_names import distinct_labels
 from ..evaluate import comparable_facts, origin
-from ..figure_text import busy_now, slower
+from ..figure_text import busy_now, number_text, ratio_text, slower
 from ..journal import Journal, interruption_message
 from ..options import TuneOptions as Options
-from ..results import FEWEST, number_text, ratio_text
+from ..results import FEWEST
 from ..tables import FigureTable, table_of
 from .candidates import PLAIN, candidates, check_tunable
 from .halving import enough, halves, tuned_row

@@ -1,4 +1,4 @@
-"""Prompts: read from sources, from lines of words, and made of the later turns of conversations."""
+"""Prompts from sources and from lines of text, and the prompts of later turns."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Prompt:
     later: list[str] = field(default_factory=list)
     """Further turns of the user (Spec-Bench, MT-Bench)."""
     unit: int = 0
-    """Place of the first prompt of the same unit (`choice.Units`): together they are one
+    """Place of the first prompt of the same unit (`selection.Units`): together they are one
     observation of an interval."""
 
 
@@ -69,10 +69,10 @@ def read_prompts(
 ) -> list[Prompt]:
     """Read the prompts of any source of `words_or_rows`, at most `limit`.
 
-    With a limit they are drawn evenly over the categories (`choice.alternately`), and stay in the
-    order of the file. `target_name` is the target's name in messages, `template_kwargs` are
-    arguments of its chat template, of which those of a row win. Raises `UserError` if there are no
-    prompts, and for a malformed row of the file, drawn or not, unless `bad_rows` is skip.
+    With a limit they are drawn evenly over the categories (`selection.balanced_order`), and stay in
+    the order of the file. `target_name` is the target's name in messages; `template_kwargs` are
+    arguments of its chat template, over which a row's own take precedence. Raises `UserError` for
+    a source without prompts, and for a malformed row, drawn or not, unless `bad_rows` is skip.
     """
     chat = bool(getattr(tokenizer, "chat_template", None))
     plain, left_out, units = 0, MalformedRows(str(path), bad_rows), Units()
@@ -174,7 +174,7 @@ def next_turn(
     try:
         ids = prompt_ids(conversation, tokenizer, name)
     except RowError as error:
-        # It is about the reply, which the template cannot carry.
+        # The template cannot render the reply.
         log.warning("%s: the next turn is left out: %s", prompt.id, error)
         return None
     if len(ids) > room:

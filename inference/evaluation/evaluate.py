@@ -1,7 +1,6 @@
-"""`draftsmith evaluate`: drafters compared with plain decoding and with drafters without training.
+"""`draftsmith evaluate`: drafters compared with plain decoding and with untrained drafters.
 
-All of them decode the same prompts in the same loop, in each setting: each temperature with each
-batch size.
+All of them decode the same prompts in the same loop, at each temperature and batch size.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def if_interrupted(options: Options) -> str:
 def run(options: Options) -> None:
     """Measure what the options name, print the tables and write the files. Raises `UserError`."""
     if options.json == STANDARD_OUTPUT:
-        # there is no file to resume from
+        # standard output cannot be resumed
         report = measured(replace(options, json=None))
         output_json(STANDARD_OUTPUT, report.to_json())
     else:
@@ -99,8 +98,8 @@ def measured(
 ) -> Report:
     """Return the report of what the options name, and write it to their file if there is one.
 
-    `given` is the target, if it is loaded already; `own` are proposers to measure too; `rows` are
-    prompts in place of those that the options name. Raises `UserError`.
+    `given` is the target, if it is loaded already; `own` are further proposers to measure; `rows`
+    are prompts in place of those that the options name. Raises `UserError`.
     """
     settings = check(options)
     started = datetime.now(UTC).isoformat(timespec="seconds")
@@ -123,16 +122,16 @@ def measured(
 def check(options: Options) -> list[Setting]:
     """Return the settings to measure, a temperature and a batch size each.
 
-    Raises `UserError` for all that can be known to be wrong before a large target is loaded.
+    Raises `UserError` for every mistake that can be found before a large target is loaded.
     """
     for name in ("limit", "max_new_tokens", "repeats"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
     for engine in options.like:
-        ImitatedEngine(engine)  # raises for an engine or a setting that is not known
+        ImitatedEngine(engine)  # raises for an unknown engine or setting
     if (options.like or options.profile) and not options.drafter:
-        raise UserError("--like and --profile are about drafters; name one with --drafter")
+        raise UserError("--like and --profile need a drafter; name one with --drafter")
     if options.profile is not None:
         read_profile(options.profile)
     check_server(options)
@@ -158,12 +157,12 @@ def swept(options: Options | TuneOptions) -> tuple[list[Sampling], list[int]]:
 
 
 def check_server(options: Options) -> None:
-    """Raise `UserError` for options that do not go with `server`, or only with it."""
+    """Raise `UserError` for options that exclude or require `server`."""
     if options.server is None:
         of_server = ("concurrency", "server_model")
         if given := [name for name in of_server if getattr(options, name)]:
             raise UserError(
-                f"--{given[0].replace('_', '-')} is of a server; name it with --server "
+                f"--{given[0].replace('_', '-')} needs a server; name it with --server "
                 "http://127.0.0.1:8000"
             )
         return
@@ -214,8 +213,7 @@ def evaluate_drafters(
     own = [checked_proposer(one, one.name, target) for one in own]
     proposers = [*loaded.values(), *own]
     further_ways = tuned_and_served(options, target, left_out)
-    # What may fail comes before the hours of decoding: facts, hashes of the weights, and the file
-    # to be written.
+    # Everything that may fail comes before the hours of decoding.
     names = distinct_names(proposers)
     sizes = {name: p.weight_bytes for name, p in zip(names, proposers, strict=True)}
     classes = (f"{type(one).__module__}:{type(one).__qualname__}" for one in own)
@@ -225,7 +223,7 @@ def evaluate_drafters(
     report.left_out, report.drafters, report.drafter_bytes = left_out, origins, sizes
     if served is not None:
         report.server = served.report
-    # Of objects nobody can say whether they are those of an earlier call.
+    # A proposer object cannot be identified with that of an earlier call.
     kept_in = None if own else options.json
     journal = Journal(kept_in, identity(report, options), "an evaluation")
 
@@ -291,7 +289,7 @@ def identity(report: Report, options: Options) -> JsonObject:
 
 
 def comparable_facts(facts: JsonObject, output: str) -> JsonObject:
-    """Return what a measurement depends on, as JSON holds it; it goes on only where it is the same.
+    """Return what a measurement depends on, as JSON; it is resumed only if all of it is equal.
 
     The option `output` is left out, and so are name and paths of a target whose weights are known.
     """
@@ -300,7 +298,7 @@ def comparable_facts(facts: JsonObject, output: str) -> JsonObject:
     if target is not None and (compared := without_name(target)) != target:
         facts["target"] = compared
         del facts["options"]["target"]["path"], facts["options"]["target"]["adapter"]
-    # there and back, so that only texts, numbers, lists and dictionaries are left
+    # back and forth, so that only texts, numbers, lists and dictionaries are left
     return json_module.loads(json_module.dumps(facts, default=str))
 
 
@@ -314,15 +312,15 @@ def tuned_and_served(
     Raises `UserError`.
     """
     profile = TuningProfile(options.profile, target) if options.profile is not None else None
-    # a drafter may be named with several trees, which profile and engine replace by their own
+    # A drafter may be named with several trees, which profile and engine replace with theirs.
     drafters = {key_of(spec): spec for spec in options.drafter}
     tuned: list[str] = []
     if profile is not None:
         tuned = [spec for spec in drafters.values() if spec in profile]
         if not tuned:
             raise UserError(
-                f"{options.profile} is of none of the drafters; name one of those that it has "
-                "with --drafter"
+                f"{options.profile} has none of the drafters; name one of those that it has with "
+                "--drafter"
             )
     engines: list[Way] = []
     for engine in map(ImitatedEngine, options.like):
@@ -346,7 +344,7 @@ def tuned_and_served(
 def tuned_way(
     profile: TuningProfile, spec: str, target: Target, sampling: Sampling, batch: int
 ) -> ChosenWay:
-    """Return a drafter as a way to decode with its setting for a temperature and batch size."""
+    """Return a drafter with its tuned setting for a temperature and batch size."""
     setting = profile.setting(spec, sampling.temperature, batch)
     proposer = load_proposer(spec, target, lambda message: None, setting)
     return ChosenWay(proposer.name, lambda: proposer, setting, spec, proposer.given)
@@ -386,8 +384,8 @@ def facts_of(
 ) -> Report:
     """Return a report without figures: target, machine, options and prompts.
 
-    `target` is None where only a server was measured; its name and tokenizer are then all that is
-    known of the target. `started` is a time in UTC.
+    `target` is None if only a server was measured; only its name and tokenizer are then known.
+    `started` is a time in UTC.
     """
     texts = repr([(prompt.token_ids, prompt.later) for prompt in prompts])
     report = Report(
@@ -419,7 +417,7 @@ def facts_of(
 
 
 def conditions_of(target: Target) -> Conditions:
-    """Return what the speeds measured here depend on, with the load before the measurement."""
+    """Return the conditions that speeds depend on, with the load before the measurement."""
     cuda = target.device.type == "cuda"
     return Conditions(
         processor=torch.cuda.get_device_name(target.device) if cuda else processor(),
@@ -435,5 +433,5 @@ def peak_memory(target: Target | None) -> int:
     """Return the most bytes of memory held so far, the GPU's if the target lies there."""
     if target is not None and target.device.type == "cuda":
         return torch.cuda.max_memory_allocated()
-    # Linux counts in KiB
+    # in KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,7 +1,6 @@
-"""Remarks that stand next to measured figures: a drafter that loses, a busy machine, loops.
+"""Text of measured figures: numbers, intervals, and remarks next to them.
 
-A speed without them is read as what the drafter gains, and a tau of looping replies as what it
-learned.
+Remarks name a slow drafter, a busy machine and looping replies, which otherwise look like a gain.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ NOTHING = "-"  # in place of a figure that was not measured
 SHOWN = 3  # positions whose acceptance the tables show; the JSON holds all
 LOSS = 0.995  # speed-ups below it are printed as 0.99 or less
 GAIN = 1.005  # speed-ups from it on are printed as 1.01 or more
-SPARE = 0.5  # running processes beyond the cores that a quiet machine shows for a moment
-LOOPING = 0.2  # share of replies that loop from which tau is doubtful
+SPARE = 0.5  # running processes above the cores that a quiet machine briefly shows
+LOOPING = 0.2  # share of looping replies from which tau is doubtful
 UNTRAINED_MARK = "untrained"
 UNTRAINED_KIND = re.compile(rf"({'|'.join(UNTRAINED)})([ :]|$)")
 
@@ -35,17 +34,17 @@ def caption(*settings: SettingFigures) -> str:
 
 
 def is_measured(value: object) -> TypeGuard[float]:
-    """Return whether a figure was measured; ratios of nothing are NaN, JSON has huge numbers."""
+    """Return True for a finite number; ratios of nothing are NaN, and JSON has huge integers."""
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def number_text(value: object, form: str = ".2f", scale: float = 1.0) -> str:
-    """Return `value * scale` in the format `form`; a dash for one that was not measured."""
+    """Return `value * scale` in the format `form`; a dash if it was not measured."""
     return format(value * scale, form) if is_measured(value) else NOTHING
 
 
 def ratio_text(value: object) -> str:
-    """Return a ratio as `1.34x`; a dash where there is none."""
+    """Return a ratio as `1.34x`; a dash if it was not measured."""
     return f"{value:.2f}x" if is_measured(value) else NOTHING
 
 
@@ -56,41 +55,40 @@ def ends(pair: Sequence[Number] | None) -> tuple[float, float] | None:
 
 
 def interval_text(pair: Sequence[Number] | None, form: str = "{:.2f}-{:.2f}") -> str:
-    """Return both ends of an interval in the format `form`; empty where it is not known."""
+    """Return both ends of an interval in the format `form`; empty if they are not known."""
     found = ends(pair)
     return form.format(*found) if found else ""
 
 
 def number_with_interval(value: object, pair: Sequence[Number] | None) -> str:
-    """Return `2.31 (2.01-2.34)`, without the brackets where the interval is not known."""
+    """Return `2.31 (2.01-2.34)`, without the brackets if the interval is not known."""
     return number_text(value) + interval_text(pair, " ({:.2f}-{:.2f})")
 
 
 def survival_text(survival: ByDepth) -> str:
-    """Return the first figures of `survival` as a table shows them: `.71 .44 .25`."""
+    """Return the first figures of `survival` as `.71 .44 .25`."""
     shares = [share for share in survival[:SHOWN] if share is not None]
     return " ".join(f"{share:.2f}".removeprefix("0") for share in shares) or NOTHING
 
 
 def equal_replies_text(same: int | None, of: int | None) -> str:
-    """Return `yes`, `3 of 4`, or a dash where replies were not compared."""
+    """Return `yes`, `3 of 4`, or a dash if replies were not compared."""
     if same is None or not of:
         return NOTHING
     return "yes" if same == of else f"{same} of {of}"
 
 
 def slower(speedups: Mapping[str, float | None]) -> str:
-    """Return `slower than plain decoding: NAME (0.91x)` for those that are; "" where none is."""
+    """Return `slower than plain decoding: NAME (0.91x)` with every slower drafter, or ""."""
     lost = [f"{name} ({x:.2f}x)" for name, x in speedups.items() if is_measured(x) and x < LOSS]
     return f"slower than plain decoding: {', '.join(lost)}" if lost else ""
 
 
 def busy(loads: list[float | None], cores: int | None, threads: int | None) -> str:
-    """Return a line where other work took the cores that a measurement needed; "" elsewhere.
+    """Return a warning if other processes took cores that a measurement needed, else "".
 
-    `loads` are mean numbers of running processes, the measurement's own threads among them while it
-    runs. So a quiet machine shows up to as many as the threads, and only more than that, and more
-    than there are cores, is other work that slows it down.
+    `loads` are mean numbers of running processes, which include the measurement's own `threads`.
+    Only a load above these and above `cores` is other work that slows the measurement down.
     """
     highest = max((load for load in loads if load is not None), default=None)
     if highest is None or cores is None or highest <= max(cores, threads or 1) + SPARE:
@@ -105,7 +103,7 @@ def busy_now() -> str:
 
 
 def load() -> float | None:
-    """Return the mean number of running processes of the last minute; None if it is not known."""
+    """Return the mean number of running processes in the last minute, or None."""
     try:
         return os.getloadavg()[0]
     except OSError:
@@ -113,17 +111,16 @@ def load() -> float | None:
 
 
 def looping(share: float | None) -> str:
-    """Return how many replies loop, where that makes tau doubtful; "" elsewhere."""
+    """Return a remark on the share of looping replies if it makes tau doubtful, else ""."""
     if not is_measured(share) or share < LOOPING:
         return ""
     return f"{share:.0%} of the replies loop, which raises tau"
 
 
 def headline(report: Report) -> list[str]:
-    """Return what a report of `draftsmith evaluate` says first, a line each; [] without drafters.
+    """Return the first lines about a report of `draftsmith evaluate`; [] without drafters.
 
-    The first line has the number of prompts and the load of the machine, each further one what was
-    found in a setting: `of_setting`.
+    They are the number of prompts with the load of the machine, and a line for each setting.
     """
     if not report.settings:
         return []
@@ -133,8 +130,8 @@ def headline(report: Report) -> list[str]:
 
 
 def load_of(conditions: Conditions | None, threads: int | None) -> str:
-    """Return `busy` of the conditions of a measurement, else their load; "" if it is not known."""
-    # The load is the whole machine's, of which the process may use a part only.
+    """Return a warning about a busy machine, else the load; "" if it is not known."""
+    # The load is that of the whole machine, of which the process may use a part only.
     cores = conditions and (conditions.machine_cores or conditions.cores)
     if conditions is None or cores is None:
         return ""
@@ -145,10 +142,10 @@ def load_of(conditions: Conditions | None, threads: int | None) -> str:
 
 
 def of_setting(setting: SettingFigures) -> str:
-    """Return the fastest drafter of a setting, those that lose, and how many replies loop.
+    """Return a sentence with the fastest drafter of a setting, slow ones, and looping replies.
 
-    A drafter that owes its drafts to something untrained is named as such, and the fastest trained
-    one follows it.
+    A drafter whose drafts come from an untrained part is marked, and the fastest trained one is
+    named too.
     """
     drafting = setting.drafting
     said = []
@@ -184,7 +181,7 @@ def gain_of(figures: DrafterFigures) -> str:
 def fastest(setting: SettingFigures, names: Iterable[str] | None = None) -> str | None:
     """Return the drafter of the highest speed-up, among `names` if given.
 
-    None is returned if no drafter is faster than plain decoding by what two decimals show.
+    Returns None if no drafter is faster than plain decoding at two decimals.
     """
     gains = {}
     for name in setting.drafting if names is None else names:
@@ -195,10 +192,10 @@ def fastest(setting: SettingFigures, names: Iterable[str] | None = None) -> str 
 
 
 def untrained_part(name: str, figures: DrafterFigures) -> str:
-    """Return `untrained` or `its lookup is untrained` for drafts that come from no training.
+    """Return `untrained` or `its lookup is untrained` for drafts without training, else "".
 
-    Returns "" for any other, and for a class of the user's own, of which nothing is known. `name`
-    is what tables call it, which is looked at in reports without `kind`.
+    Nothing is known of users' own classes. `name`, that in tables, is used in reports without
+    `kind`.
     """
     kind = figures.kind or name
     if UNTRAINED_KIND.match(kind):

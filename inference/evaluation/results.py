@@ -1,8 +1,8 @@
-"""Results of `draftsmith evaluate`, as types: what is measured, written as JSON and read again.
+"""Types of the results of `draftsmith evaluate`, and their JSON file.
 
-docs/reference/report.md is made of these types: the docstring of a field explains its key, else
-docs/metrics.md does. Ratios of nothing are NaN, which Python writes into JSON and reads from it;
-None stands for what does not apply.
+docs/reference/report.md is generated from these types: the docstring of a field explains its key,
+else docs/metrics.md does. Ratios of nothing are NaN, which Python writes into JSON and reads from
+it; None stands for a figure that does not apply.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SCHEMA = 4
 AGAIN = "write the report again with draftsmith evaluate --json"
 NAN = float("nan")
 FEWEST = 5  # prompts, or batches, for which an interval is given
-MOST_EMITTED = 1 << 20  # tokens of a round; no tree comes near it, so a larger number is damage
+MOST_EMITTED = 1 << 20  # tokens of a round; far above any tree, so a larger number is damage
 Number = float | None
 Interval = tuple[Number, Number]
 """Both ends of a 95% interval; NaN where it is not known."""

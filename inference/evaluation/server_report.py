@@ -1,7 +1,7 @@
-"""The option `draftsmith evaluate --server URL`: acceptance and speed of a running server.
+"""Acceptance and speed of a running server (`draftsmith evaluate --server URL`).
 
-The target's tokenizer renders the prompts; its weights are loaded only where drafters are measured
-in this process as well. docs/metrics.md#servers-counters defines the figures.
+The target's tokenizer renders the prompts; its weights are loaded only if drafters are measured in
+this process too. docs/metrics.md#servers-counters defines the figures.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WARM_UP = 8  # tokens of a first reply that is not counted
 
 @dataclass
 class ServerMeasurement:
-    """Report about a server, and the replies that it was made of."""
+    """Report about a server, with the replies that it was computed from."""
 
     report: ServerReport
     prompts: list[Prompt]
@@ -59,7 +59,7 @@ def measure(
     reached or fails.
     """
     settings = generation_settings(options.target)
-    # The settings hold one id, several, or none; then the tokenizer's is taken, if it has one.
+    # The settings hold one id or several; without any the tokenizer's is used, if it has one.
     ends = settings.eos_token_id if settings.eos_token_id is not None else tokenizer.eos_token_id
     penalty = getattr(settings, "repetition_penalty", None) or 1.0
     resolved = [sampling.resolved(penalty) for sampling in samplings]
@@ -85,7 +85,7 @@ def measure(
 
 
 def generation_settings(config: TargetConfig) -> GenerationConfig:
-    """Return the target's generation settings, of its model's config where it has no other."""
+    """Return the target's generation settings, from its model's config if it has no others."""
     path, _ = base_and_adapter(config)
     try:
         return GenerationConfig.from_pretrained(path)
@@ -108,18 +108,17 @@ async def _one(
     """
     server, prompts = found.report, found.prompts
     protocol = PROTOCOLS[server.engine]
-    # Tokens of a later turn's prompt; without a known context, more than any conversation has.
+    # Most tokens of a later turn's prompt; unbounded if the context is not known.
     room = (server.context or 2**40) - options.max_new_tokens
 
     def follow(prompt: Prompt, reply: list[int]) -> Prompt | None:
         return next_turn(prompt, reply, found.tokenizer, options.target.path, eos_ids, room)
 
-    # Counts that do not come with the replies are read before and after the run, and the warm-up
-    # has to be in the first reading.
+    # Counters are read before and after the run; the first reading must include the warm-up.
     before = None
     if isinstance(protocol.counts, CounterNames):
         before = await counters_of(client, server.engine)
-    # The warm-up ends after its first turn, whatever comes next in that conversation.
+    # The warm-up is one turn, without the later turns of its conversation.
     length = min(WARM_UP, options.max_new_tokens)
     warm = await replies_to(client, server, prompts[:1], 1, sampling, length, lambda *_: None)
     if before is not None:
@@ -187,7 +186,7 @@ def compare_replies(
         gaps: dict[tuple[int, int, tuple[int, ...]], float] = {}
         for reply in replies:
             prompt, expected = reply.prompt, plain.get((reply.prompt.place, reply.turn))
-            # Where the server's reply to an earlier turn differed, so does everything after it.
+            # If the server's reply to an earlier turn differed, so does its prompt.
             if reply.ids is None or expected is None or expected.prompt_ids != prompt.token_ids:
                 continue
             compared += 1

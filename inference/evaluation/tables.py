@@ -46,21 +46,20 @@ IMPORTANT = (
 
 @dataclass(frozen=True)
 class FigureTable:
-    """Texts in rows and columns; the first column names the row."""
+    """Table of texts, whose first column names the row."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     best: Collection[int] = ()
-    """Numbers of the rows that are set in bold, from 0."""
+    """Numbers of the rows in bold type, from 0."""
     switches: Sequence[str] = ()
-    """Columns of few values, by which a reader of the page can choose rows."""
+    """Columns by whose values a reader of the page can filter rows."""
     important: Sequence[str] = ()
-    """Columns that stay in a table of `MOST`, those of most weight first; further ones follow in
-    their order."""
+    """Columns that a narrow table keeps, the most important first; the others follow in order."""
 
     def few(self, most: int = MOST) -> list[int]:
-        """Return the places of the `most` most important columns, in their order."""
+        """Return the indices of the `most` most important columns, in their order."""
         others = (column for column in self.columns if column not in self.important)
         ranked = [*self.important, *others][:most]
         return [place for place, column in enumerate(self.columns) if column in ranked]
@@ -74,7 +73,7 @@ class FigureTable:
         return 2
 
     def _needed(self, place: int) -> int:
-        """Return the width of a column: that of its cells and of its folded title."""
+        """Return the width of a column for its cells and its folded title."""
         cells = max(len(row[place]) for row in self.rows)
         if place == 0:
             return min(cells, LONGEST_NAME)
@@ -148,7 +147,7 @@ def summary(report: Report) -> FigureTable:
             rows.append(cells_of(setting, name, figures, report.drafter_bytes.get(name)))
     title = caption(*report.settings) if len(report.settings) == 1 else "Every setting"
     switches = ("temperature", "batch size")
-    # what is the same in all rows is above the charts already
+    # a value that all rows share is shown above the charts already
     differing = [column for column in switches if len({row[column] for row in rows}) > 1]
     important = (*IMPORTANT[:2], *differing, *IMPORTANT[2:])
     return table_of(title, rows, best=best, switches=switches, important=important)
@@ -195,7 +194,7 @@ def cells_of(
 
 
 def size(count: int | None) -> str:
-    """Return a number of bytes in B, kB, MB or GB (powers of 1000); a dash for none."""
+    """Return a number of bytes in B, kB, MB or GB (powers of 1000); a dash for 0 or None."""
     if not count:
         return NOTHING
     unit = min(int(math.log10(count)) // 3, 3)
@@ -203,10 +202,9 @@ def size(count: int | None) -> str:
 
 
 def server_table(report: Report) -> FigureTable | None:
-    """Return the table of a live server, with a row for each temperature and concurrency.
+    """Return the table of a live server, with a row for each temperature and concurrency, or None.
 
-    `None` is returned if no server was measured. Its figures are defined in
-    docs/metrics.md#servers-counters.
+    docs/metrics.md#servers-counters defines its figures.
     """
     if (server := report.server) is None or not server.settings:
         return None
@@ -234,7 +232,7 @@ def server_table(report: Report) -> FigureTable | None:
 
 
 def categories(settings: Sequence[SettingFigures], intervals: bool = True) -> list[FigureTable]:
-    """Return tables of tau by category (rows) and drafter (columns); none for one category.
+    """Return tables of tau by category (rows) and drafter (columns).
 
     Settings that differ in their batch size only and have the same figures share a table.
     """
@@ -261,7 +259,7 @@ def categories(settings: Sequence[SettingFigures], intervals: bool = True) -> li
 
 
 def remarks_of(report: Report) -> list[str]:
-    """Return what a reader of the table of settings needs besides: warnings, near-ties."""
+    """Return the remarks below the table of settings: warnings and near-ties."""
     lines = []
     for setting in report.settings:
         for name, figures in setting.drafters.items():
@@ -278,7 +276,7 @@ def near_tie(gap: float) -> str:
 
 
 def remarks_of_server(server: ServerReport) -> list[str]:
-    """Return what a reader of a server's table needs besides: warnings, near-ties, definitions."""
+    """Return the remarks below a server's table: warnings, near-ties and definitions."""
     lines = []
     for s in server.settings:
         label = f"T = {s.temperature:g}, {s.concurrency} at once"

@@ -141,7 +141,7 @@ def _masked(
     mask = [False] * len(ids)
     for turn in sequence.turns:
         first, past = bisect_left(starts, turn.start), bisect_left(starts, len(turn.text))
-        said = bisect_left(starts, turn.said)
+        said = bisect_left(starts, turn.texts_end)
         closing, ended = _closing(ids[said:past], eos_ids, special)
         if closing is None:
             rest = [sequence.text[slice(*offsets[i])] for i in range(said, past)]
@@ -202,7 +202,7 @@ def _tokens(sequence: RenderedSequence, tokenizer: Any) -> tuple[list[int], list
     if tokenizer.is_fast:
         encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return list(encoding["input_ids"]), encoding["offset_mapping"]
-    borders = {border for t in sequence.turns for border in (t.start, t.said, len(t.text))}
+    borders = {border for t in sequence.turns for border in (t.start, t.texts_end, len(t.text))}
     ids: list[int] = []
     offsets: list[tuple[int, int]] = []
     for start, end in pairwise(sorted({0, len(text), *borders})):

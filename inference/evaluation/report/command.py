@@ -1,4 +1,4 @@
-"""The command `draftsmith report`: evaluations and training runs as one self-contained page.
+"""`draftsmith report`: evaluations and training runs as one self-contained page.
 
 Its inputs are JSON reports of `draftsmith evaluate` and the logs of training runs.
 """
@@ -47,7 +47,7 @@ def run(options: Options) -> None:
     found = gather(options.runs)
     out = options.out or (HTML_FILE if options.format != "md" else None)
     if out is not None:
-        # Writing would replace an input with the page made of it.
+        # The page must not replace one of its inputs.
         place = Path(out).resolve()
         overwritten = [path for path, _ in found.reports if Path(path).resolve() == place]
         if overwritten or Path(out).is_dir():
@@ -93,14 +93,14 @@ def gather(paths: Sequence[str]) -> ReportInputs:
         elif path.is_dir() or path.is_file():
             folder = path if path.is_dir() else path.parent
             before = len(reports) + len(runs)
-            # A folder of which everything was named before adds nothing, and is no mistake.
+            # A folder that was named before adds nothing, which is not a mistake.
             known = any(folder.resolve() in (p, *p.parents) for p in (*reports, *runs))
             for log in [folder / METRICS_FILE, *sorted(folder.glob(f"*/{METRICS_FILE}"))]:
                 if log.is_file():
                     runs[log.parent.resolve()] = read_metrics(log)
             files = filter(is_report, sorted(folder.glob("*.json")))
             inside = [(str(file), read_report(str(file))) for file in files]
-            # Their names say nothing about which is before and which after.
+            # Their names do not tell their order.
             for name, report in sorted(inside, key=lambda entry: entry[1].started_at):
                 reports[Path(name).resolve()] = (name, report)
             if len(reports) + len(runs) == before and not known:
@@ -133,8 +133,8 @@ def _labelled(runs: dict[Path, list[JsonObject]]) -> list[Training]:
 def is_report(file: Path) -> bool:
     """Return true if a JSON file found in a folder is a report of `draftsmith evaluate`.
 
-    Folders hold other JSON files too, so one that is not a report, or cannot be read, is no error
-    unless the user has named it.
+    Folders hold other JSON files too, so one that is not a report, or cannot be read, is an error
+    only if the user has named it.
     """
     try:
         value = read_json(file, finite=False)
@@ -163,9 +163,9 @@ def html(found: ReportInputs) -> bytes:
 
 
 def sections(part: PagePart, report: Report) -> list[tuple[str, list[Block]]]:
-    """Return headings and blocks of all sections in their order, also those without a block.
+    """Return headings and blocks of all sections in their order, empty ones included.
 
-    `report` is the one of the part, or all of its lineage in one.
+    `report` is that of the part, or its lineage merged into one.
     """
     conditions = []
     for label, (path, own) in zip(part.labels, part.reports, strict=True):
@@ -187,7 +187,7 @@ def sections(part: PagePart, report: Report) -> list[tuple[str, list[Block]]]:
 def markdown(found: ReportInputs) -> str:
     """Return the tables of all reports, lineages and training runs as Markdown.
 
-    They have their most important columns only, and many drafters share several tables.
+    Tables have their most important columns only; those of many drafters are split.
     """
     blocks = []
     for part in parts_of_page(found.reports):

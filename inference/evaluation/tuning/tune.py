@@ -1,7 +1,7 @@
 """`draftsmith tune`: finds the chain or tree of most tokens per second on this machine.
 
 A few candidates are measured by successive halving (`halving`); the best of them goes into the
-profile if it surely gains over the default.
+profile if its gain over the default is significant.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ from ...conversations.templates import endless
 from ...profile import key_of, machine_of
 from ...proposers.registry import check_spec, load_proposer, refuse_own
 from ...targets.target import Target, load_for_decoding
-from ..checks import swept, tokenizer_of
 from ..drafter_names import distinct_labels
-from ..evaluate import comparable_facts, origin
+from ..evaluate import comparable_facts, origin, swept
 from ..figure_text import busy_now, number_text, ratio_text, slower
 from ..journal import Journal, interruption_message
 from ..options import TuneOptions as Options
@@ -48,11 +47,11 @@ from .halving import enough, halves, tuned_row
 
 log = logging.getLogger(__name__)
 SCHEMA = 1
-MOST_PROMPTS = 320  # that are read: both halves of 10 batches of 16
+MOST_PROMPTS = 320  # limit of the prompts that are read: two halves of 10 batches of 16
 
 
 def if_interrupted(options: Options) -> str:
-    """Return a line for a person who stopped a tuning: how to continue it."""
+    """Return the line for a user who stopped a tuning, which says how to resume it."""
     return interruption_message(options.out, "tuned")
 
 
@@ -93,7 +92,7 @@ def run(options: Options) -> None:
         for number, (sampling, spec, batch) in enumerate(parts):
             key = f"{key_of(spec)}, T {sampling.temperature:g}, batch {batch}"
             if (row := journal.get(key)) is None:
-                # What earlier parts have left of the time is shared by those that remain.
+                # The remaining parts share the time that is left.
                 left = max(seconds - (time.monotonic() - started), 0) / (len(parts) - number)
                 ways = candidates(spec, target, batch)
                 row = tuned_row(target, ways, prompts, batch, sampling, left, tick)
@@ -108,10 +107,7 @@ def run(options: Options) -> None:
 
 
 def empty_profile(options: Options, target: Target, prompts: int) -> JsonObject:
-    """Return a profile that says what it is about, with no result for any drafter yet.
-
-    `prompts`: how many there are.
-    """
+    """Return a profile without results; `prompts` is their number."""
     return {
         "schema_version": SCHEMA,
         "command": shlex.join(["draftsmith", *sys.argv[1:]]),
@@ -147,7 +143,7 @@ def identity(profile: JsonObject, prompts: Sequence[Prompt], options: Options) -
 def check(options: Options) -> tuple[list[Sampling], list[int]]:
     """Return the sampling of each temperature, and the batch sizes.
 
-    Raises `UserError` for everything that is known to be wrong before a large target is loaded.
+    Raises `UserError` for every mistake that can be found before a large target is loaded.
     """
     for spec in options.drafter:
         check_spec(spec)
@@ -176,7 +172,7 @@ def show(profile: JsonObject, console: OutputConsole) -> None:
         console.print(line, highlight=False)
     console.print(
         "tau: tokens a round. Over default: tokens a second over the default's. The table is of "
-        "the prompts that the trees were chosen on, where the best of several is lucky too."
+        "the prompts that the trees were chosen on, which favour the best of several."
     )
 
 

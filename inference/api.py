@@ -29,7 +29,7 @@ from .conversations.rendering import prompt_ids
 from .conversations.templates import check_template_kwargs
 from .decode import Generation, Request, Round, decode, generate
 from .metrics import conditional, emitted_per_round, survival, tau, time_per_token
-from .profile import TuningProfile
+from .profile import tuned_setting
 from .proposers.contract import Proposer
 from .proposers.own_drafters import checked_proposer, with_name
 from .proposers.registry import check_spec, load_proposer
@@ -462,9 +462,8 @@ def load(
         prepare_to_compile(loaded.device)
         loaded.compiled = True
     if isinstance(named, str):
-        tuned = None
-        if profile is not None:
-            tuned = TuningProfile(fspath(profile), loaded).setting(named, temperature, batch_size)
+        path = None if profile is None else fspath(profile)
+        tuned = tuned_setting(path, named, loaded, temperature, batch_size)
         named = load_proposer(named, loaded, log.warning, tuned, choose=True)
     return Decoder(loaded, checked_proposer(with_name(named), type(named).__name__, loaded))
 

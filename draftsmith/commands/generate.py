@@ -34,7 +34,7 @@ from ..inference.decode import Generation, Request, decode
 from ..inference.evaluation.figure_text import busy_now, slower
 from ..inference.evaluation.measure import difference, distinct_names
 from ..inference.metrics import emitted_per_round, tau, time_per_token
-from ..inference.profile import TuningProfile, read_profile
+from ..inference.profile import read_profile, tuned_setting
 from ..inference.proposers.ngram import PlainDecoding
 from ..inference.proposers.registry import check_spec, load_proposer
 from ..inference.targets.target import load_for_decoding
@@ -130,11 +130,8 @@ def load(options: Options) -> Decoder:
     other = other_sampling(target.model.generation_config, options.sampling)
     if other and not options.sampling.greedy:
         warn(f"target {target.name}: its {other}")
-    tuned = None
-    if options.profile is not None:
-        tuned = TuningProfile(options.profile, target).setting(
-            options.drafter, options.sampling.temperature, batch=1
-        )
+    temperature = options.sampling.temperature
+    tuned = tuned_setting(options.profile, options.drafter, target, temperature)
     return Decoder(target, load_proposer(options.drafter, target, warn, tuned, choose=True))
 
 

@@ -35,14 +35,15 @@ def figures_of_setting(
     samples: int,
 ) -> SettingFigures:
     """Return the figures of every way to decode, `samples` replies of each token by token."""
-    plain = [turn.generation for turn in next(iter(results.values()))]
+    plain = next(iter(results.values()))
     sampling = setting.sampling.resolved(target.repetition_penalty)
     drafters = {}
     for name, turns in results.items():
         figures = figures_of_drafter(turns, plain, setting.batch)
-        figures.per_request = []
-        for turn, expected in zip(turns, plain, strict=True):
-            figures.per_request.append(request_record(target, turn, expected, sampling))
+        figures.per_request = [
+            request_record(target, turn, expected.generation, sampling)
+            for turn, expected in zip(turns, plain, strict=True)
+        ]
         figures.samples = [token_view(target, turn, sampling) for turn in turns[:samples]]
         drafters[name] = figures
     plain_figures = next(iter(drafters.values()))
@@ -55,9 +56,7 @@ def figures_of_setting(
     )
 
 
-def figures_of_drafter(
-    turns: Sequence[Turn], plain: Sequence[Generation], size: int
-) -> DrafterFigures:
+def figures_of_drafter(turns: Sequence[Turn], plain: Sequence[Turn], size: int) -> DrafterFigures:
     """Return the figures of one way to decode in batches of `size`, next to `plain` decoding."""
     generations = [turn.generation for turn in turns]
     batches = batches_of(turns, size)
@@ -65,10 +64,8 @@ def figures_of_drafter(
     figures.speedup, figures.speedup_ci95 = gain(turns, plain, size)
     # counted only if the rule promises equality of every reply
     if all(map(comparable, generations)):
-        figures.equal_to_ar = 0
-        for expected, reply in zip(plain, generations, strict=True):
-            if expected.token_ids == reply.token_ids:
-                figures.equal_to_ar += 1
+        pairs = zip(plain, generations, strict=True)
+        figures.equal_to_ar = sum(a.generation.token_ids == b.token_ids for a, b in pairs)
     figures.warnings = warnings_of(generations)
     figures.by_category = by_category(turns)
     return figures
@@ -278,9 +275,7 @@ class Gain(NamedTuple):
     """NaN for fewer than `FEWEST` prompts or batches."""
 
 
-def gain(
-    turns: Sequence[Turn], other: Sequence[Generation], size: int, level: float = LEVEL
-) -> Gain:
+def gain(turns: Sequence[Turn], other: Sequence[Turn], size: int, level: float = LEVEL) -> Gain:
     """Return the gain of a way to decode over another, from its replies in batches of `size`.
 
     `other` are the other's replies to the same requests. Units are prompts if each request ran
@@ -289,19 +284,16 @@ def gain(
     costs: list[tuple[float, int, float, int]] = []
     units: list[tuple[int, ...]] = []
     for batch in batches_of(turns, size):
-        costs.append(
-            (*_cost([other[i] for i in batch]), *_cost([turns[i].generation for i in batch]))
-        )
+        costs.append((*_cost([other[i] for i in batch]), *_cost([turns[i] for i in batch])))
         # a prompt's unit, or the batch itself
         units.append((turns[batch[0]].prompt.unit,) if len(batch) == 1 else tuple(batch))
     return Gain(_ratio(*summed(costs)), interval(pooled(costs, units), _ratio, level))
 
 
-def _cost(generations: Sequence[Generation]) -> tuple[float, int]:
+def _cost(turns: Sequence[Turn]) -> tuple[float, int]:
     """Return seconds and tokens of a batch's rounds."""
-    tokens = 0
-    for generation in generations:
-        tokens += sum(metrics.emitted_per_round(generation))
+    generations = [turn.generation for turn in turns]
+    tokens = sum(sum(metrics.emitted_per_round(generation)) for generation in generations)
     return metrics.batch_seconds(generations), tokens
 
 

@@ -51,6 +51,7 @@ POLICY = (
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 FILES = {f"/{file.name}": file for file in PAGE.iterdir() if file.suffix in TYPES}
 FILES["/"] = FILES.pop("/page.html")
+OPEN_PATHS = ("/health", "/version")
 VERSION = f"draftsmith {metadata.version('draftsmith')}"
 LARGEST_BODY = 2 << 20
 """Bytes. A prompt of 131,072 tokens has half a megabyte as text, up to 1.2 if all characters are
@@ -131,17 +132,16 @@ def writes_code(path: str) -> bool:
 
 def app_of(service: Service) -> Starlette:
     """Return the application, whose engine the caller closes."""
-    routes = [Route(path, page_file) for path in FILES]
-    routes += [Route(path, handler) for path, handler in open_paths(service).items()]
-    for path, handler in keyed_paths(service).items():
+    routes, handlers = [Route(path, page_file) for path in FILES], handlers_of(service)
+    for path, handler in handlers.items():
         method = "POST" if path.endswith("completions") else "GET"
-        handler = with_key(handler, service.api_key) if service.api_key is not None else handler
+        if service.api_key is not None and path not in OPEN_PATHS:
+            handler = with_key(handler, service.api_key)
         routes.append(Route(path, handler, methods=[method]))
 
     async def failed(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code == 404:
-            paths = ", ".join([*keyed_paths(service), *open_paths(service)])
-            message = f"unknown path {request.url.path}; there are {paths}"
+            message = f"unknown path {request.url.path}; there are {', '.join(handlers)}"
             error = RequestError(message, None, "unknown_url", 404)
         elif isinstance(error, HTTPException):  # such as a GET in place of a POST
             headers = dict(error.headers or {})
@@ -162,8 +162,8 @@ def app_of(service: Service) -> Starlette:
     )
 
 
-def open_paths(service: Service) -> dict[str, Handler]:
-    """Return the handlers of the paths that need no key, by path."""
+def handlers_of(service: Service) -> dict[str, Handler]:
+    """Return the handlers by path; those of `OPEN_PATHS` need no API key."""
 
     async def health(request: Request) -> Response:
         if service.engine.alive:
@@ -172,12 +172,6 @@ def open_paths(service: Service) -> dict[str, Handler]:
 
     async def version(request: Request) -> Response:
         return JSONResponse({"version": VERSION})
-
-    return {"/health": health, "/version": version}
-
-
-def keyed_paths(service: Service) -> dict[str, Handler]:
-    """Return the handlers of the paths that need the API key, if one is set, by path."""
 
     async def models(request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [*service.models.values()]})
@@ -194,6 +188,8 @@ def keyed_paths(service: Service) -> dict[str, Handler]:
         "/v1/models": models,
         "/v1/models/{model:path}": one_model,  # a name may have slashes
         "/metrics": counters,
+        "/health": health,
+        "/version": version,
     }
 
 

@@ -19,11 +19,11 @@ from ...heads.files import JsonObject
 from ..base.console import warn
 from ..base.settings import read_key
 from ..evaluation.measure import distinct_names
-from ..profile import TuningProfile, read_profile
+from ..profile import read_profile, tuned_setting
 from ..proposers.contract import Proposer
 from ..proposers.ngram import PlainDecoding
 from ..proposers.registry import check_spec, load_proposer
-from ..targets.target import Target, load_for_decoding
+from ..targets.target import load_for_decoding
 from ..targets.target_files import other_sampling
 from .options import ServeOptions as Options
 
@@ -71,7 +71,12 @@ def run(options: Options) -> None:
         target = load_for_decoding(options.target)
         if other := other_sampling(target.model.generation_config, options.sampling):
             warn(f"target {target.name}: its {other}")
-        proposers = [*proposers_of(options, target), PlainDecoding()]
+        proposers: list[Proposer] = []
+        for spec in options.drafter:
+            temperature = options.sampling.temperature
+            tuned = tuned_setting(options.profile, spec, target, temperature)
+            proposers.append(load_proposer(spec, target, warn, tuned, choose=True))
+        proposers.append(PlainDecoding())
         names = distinct_names(proposers)
         by_name = dict(zip(names, proposers, strict=True))
         engine = Engine(target, by_name, options.batch_size)
@@ -104,18 +109,6 @@ def announce(models: dict[str, JsonObject], host: str, port: int) -> None:
         file=sys.stderr,
         flush=True,
     )
-
-
-def proposers_of(options: Options, target: Target) -> list[Proposer]:
-    """Return the named drafters, with the settings of the profile if there is one."""
-    profile = TuningProfile(options.profile, target) if options.profile is not None else None
-    proposers = []
-    for spec in options.drafter:
-        tuned = None
-        if profile is not None:
-            tuned = profile.setting(spec, options.sampling.temperature, batch=1)
-        proposers.append(load_proposer(spec, target, warn, tuned, choose=True))
-    return proposers
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -18,7 +18,7 @@ from ... import metrics
 from ...base.settings import Sampling
 from ...conversations.prompts import Prompt
 from ...conversations.selection import balanced_order, hash_number
-from ...decode import Generation, Request, generate
+from ...decode import Request, generate
 from ...proposers.ngram import PlainDecoding
 from ...targets.target import Target
 from ..figures import Gain, figures_of_drafter, gain
@@ -217,7 +217,7 @@ def tuned_row(
         some = fewer(chosen_on, max(len(chosen_on) // part, min(batch, len(chosen_on))))
         tick(f"{size} chains and trees on {len(some)} prompts")
         first, *results = decoded(target, [default, *left], some, setting)
-        ratios = [gain(turns, replies(first), batch).ratio for turns in results]
+        ratios = [gain(turns, first, batch).ratio for turns in results]
         gains = {way.label: ratio for way, ratio in zip(left, ratios, strict=True)}
         tried.append({"prompts": len(some), "gains": gains})
         # NaN, from replies without a round, comes last
@@ -248,11 +248,11 @@ def _decided(
     batch, ways = setting.batch, [PLAIN, default, *finalists]
     tick(f"{len(finalists)} finalists on {len(prompts)} prompts")
     results = decoded(target, ways, prompts, setting)
-    finals = []
-    for way, turns in zip(ways, results, strict=True):
-        finals.append(_final(way, turns, replies(results[0]), batch))
+    finals = [
+        _final(way, turns, results[0], batch) for way, turns in zip(ways, results, strict=True)
+    ]
     level = level_of(len(finalists))
-    gains = [gain(turns, replies(results[1]), batch, level) for turns in results[2:]]
+    gains = [gain(turns, results[1], batch, level) for turns in results[2:]]
     measured = [
         {**final, "gain": own.ratio, "gain_interval": own.interval}
         for final, own in zip(finals[2:], gains, strict=True)
@@ -262,7 +262,7 @@ def _decided(
     if choice.promising:
         tick(f"the gain on {len(others)} other prompts")
         before, after = decoded(target, [default, finalists[best]], others, setting)
-        choice.again = gain(after, replies(before), batch)
+        choice.again = gain(after, before, batch)
     return {
         "temperature": setting.sampling.temperature,
         "batch": batch,
@@ -274,9 +274,7 @@ def _decided(
     }
 
 
-def _final(
-    way: Candidate, turns: Sequence[Turn], plain: Sequence[Generation], batch: int
-) -> JsonObject:
+def _final(way: Candidate, turns: Sequence[Turn], plain: Sequence[Turn], batch: int) -> JsonObject:
     """Return a candidate with its measured figures."""
     f = figures_of_drafter(turns, plain, batch)
     measured = {
@@ -285,10 +283,6 @@ def _final(
         "speedup": NAN if f.speedup is None else f.speedup,
     }
     return {"kind": way.kind, "label": way.label, "setting": way.setting, "measured": measured}
-
-
-def replies(turns: Sequence[Turn]) -> list[Generation]:
-    return [turn.generation for turn in turns]
 
 
 def decoded(

@@ -154,8 +154,8 @@ def test_server_api_key_is_required_and_sent(
 ) -> None:
     url, _ = serve(key="secret")
     for key, why in (
-        (None, "another API key, or one at all; set DRAFTSMITH_SERVER_KEY"),
-        ("wrong", "another API key"),
+        (None, "requires a valid API key; set DRAFTSMITH_SERVER_KEY"),
+        ("wrong", "requires a valid API key"),
         ("a\nb", "characters that cannot be sent"),
     ):
         if key is not None:
@@ -352,7 +352,7 @@ def test_unreachable_server_is_refused_in_one_line(saved_tiny: Path, prompts: Pa
     shared = ["--target", str(saved_tiny), "--prompts", str(prompts), "--json", str(out)]
     for url, why in (
         ("http://127.0.0.1:9", "does not answer"),
-        ("127.0.0.1:8000", "is no address of a server"),
+        ("127.0.0.1:8000", "is not the URL of a server"),
     ):
         done = run_cli("evaluate", "--server", url, *shared)
         *_, last = done.stderr.splitlines()  # before it: that these prompts are plain text

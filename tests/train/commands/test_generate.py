@@ -68,7 +68,7 @@ def test_rows_are_those_that_evaluate_reads(
     path.write_text('{"prompt": "a"}\n{"prompt"}\n')
     expect(quick(capsys, "generate", *BASE, "--prompts", str(path)), "p.jsonl:2: not valid JSON")
     for lines, says in (
-        (b'{"a": 1}\n', "standard input:1: none of messages, "),
+        (b'{"a": 1}\n', "standard input:1: none of the keys messages, "),
         (b"\xff\n", "standard input:1 is not UTF-8"),
     ):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines)))

@@ -240,7 +240,7 @@ class Decoder:
                 raise UserError(f"{name} must be a whole number of at least 1, not {value!r}")
         settings, stops = _known(Sampling, sampling, self.generate), _stops(stop)
         if samples > 1 and settings.greedy:
-            raise UserError("samples are all the same at temperature 0; give a temperature too")
+            raise UserError("all samples are equal at temperature 0; give a temperature too")
         requests, single = self._requests(prompts, raw, chat_template_kwargs, samples)
         eos = frozenset() if ignore_eos else self.target.eos_ids
         generations: list[Generation] = []
@@ -433,8 +433,8 @@ def load(
     >>> len(reply.token_ids) <= 24 and reply.tau >= 1
     True
 
-    The text is the target's own, whatever the drafter; at a temperature above 0 as well, since the
-    noise belongs to the position and not to the drafter:
+    The text is the target's own for any drafter, also at a temperature above 0, since the noise
+    belongs to the position and not to the drafter:
 
     >>> plain = load("scripts/quickstart/target", device="cpu")
     >>> reply.token_ids == plain.generate("def add(a, b):", max_new_tokens=24).token_ids

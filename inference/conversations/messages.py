@@ -224,7 +224,7 @@ def _of_speaker(message: JsonObject, path: str) -> JsonObject:
 
 
 def _learned(message: JsonObject, path: str) -> bool:
-    """Return whether a reply is learned, and remove the keys that say so. Raises `RowError`."""
+    """Remove the keys in `LEARN_KEYS`; return True if the reply is learned. Raises `RowError`."""
     learned = True
     for key in LEARN_KEYS:
         if key in message:

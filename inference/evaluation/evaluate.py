@@ -62,7 +62,6 @@ from .results import (
     DrafterOrigin,
     PromptSet,
     Report,
-    SettingFigures,
     write_report,
 )
 from .tables import show
@@ -263,20 +262,13 @@ def decode_settings(
             conditions = f"T = {setting.sampling.temperature:g}, batch {setting.batch}"
             progress.now(of_all + conditions)
             results.append(decode_alternately(target, ways, prompts, setting, progress, journal))
-            report.settings.append(configured_figures(target, results[-1], setting, ways))
+            entry = figures_of_setting(target, results[-1], setting, SAMPLES)
+            for figures, way in zip(entry.drafters.values(), ways, strict=True):
+                figures.kind = way.name
+                if isinstance(way, ChosenWay):
+                    figures.setting, figures.spec = way.setting, way.spec
+            report.settings.append(entry)
     return results
-
-
-def configured_figures(
-    target: Target, results: Results, setting: Setting, ways: Sequence[Way]
-) -> SettingFigures:
-    """Return the part of the report about one setting, with the settings of each way to decode."""
-    entry = figures_of_setting(target, results, setting, SAMPLES)
-    for figures, way in zip(entry.drafters.values(), ways, strict=True):
-        figures.kind = way.name
-        if isinstance(way, ChosenWay):
-            figures.setting, figures.spec = way.setting, way.spec
-    return entry
 
 
 def identity(report: Report, options: Options) -> JsonObject:

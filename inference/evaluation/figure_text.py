@@ -148,26 +148,26 @@ def of_setting(setting: SettingFigures) -> str:
     named too.
     """
     drafting = setting.drafting
-    said = []
+    parts = []
     if (name := fastest(setting)) is None:
-        said.append("no drafter is faster than plain decoding")
+        parts.append("no drafter is faster than plain decoding")
     else:
         untrained = untrained_part(name, drafting[name])
         mark = f" ({untrained})" if untrained else ""
         low = (drafting[name].speedup_ci95 or (None,))[0]
         sure = ", but too few prompts to be sure of it" if is_measured(low) and low <= 1 else ""
-        said.append(f"{name}{mark} is fastest, {gain_of(drafting[name])}{sure}")
+        parts.append(f"{name}{mark} is fastest, {gain_of(drafting[name])}{sure}")
         trained = [other for other in drafting if not untrained_part(other, drafting[other])]
         if untrained and trained:
             best = fastest(setting, trained)
-            said.append(
+            parts.append(
                 f"the fastest trained drafter by itself is {best}, {gain_of(drafting[best])}"
                 if best is not None
                 else "no trained drafter by itself is faster than plain decoding"
             )
     speedups = {name: figures.speedup for name, figures in drafting.items()}
-    said += [slower(speedups), looping(setting.plain.loop_share)]
-    return "; ".join(filter(None, said))
+    parts += [slower(speedups), looping(setting.plain.loop_share)]
+    return "; ".join(filter(None, parts))
 
 
 def gain_of(figures: DrafterFigures) -> str:

@@ -46,7 +46,7 @@ class RequestRecord(Struct, kw_only=True):
     prompt: Count | None = None
     """Number of the prompt among those that were read, from 0."""
     unit: Count
-    """Number of the first prompt with the same id, or without ids the same text."""
+    """Number of the first prompt with the same id, or the same text if there are no ids."""
     n_prompt: Count = 0
     """Tokens of the prompt."""
     n_out: Count = 0
@@ -120,7 +120,7 @@ class DrafterFigures(Struct, kw_only=True):
     rounds: Count = 0
     """Rounds of all replies."""
     steps: Count = 0
-    """Rounds of whole batches: a batch goes on until its last request has finished."""
+    """Rounds of whole batches: a batch runs until its last request has finished."""
     tokens: Count = 0
     """Tokens, the prefills' included."""
     tau_incl_bonus: Number

@@ -194,7 +194,7 @@ def handlers_of(service: Service) -> dict[str, Handler]:
 
 
 async def page_file(request: Request) -> Response:
-    """Return one of the page's files."""
+
     file = FILES[request.url.path]
     headers = {
         "Content-Security-Policy": POLICY,

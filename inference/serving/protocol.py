@@ -263,7 +263,7 @@ def encoded(prompt: Conversation, request: RequestFields, tokenizer: Any, name: 
 
 
 def too_long(length: str, engine: Engine, param: str) -> RequestError:
-    """Return the error for a prompt of `length`."""
+
     room = engine.target.max_positions
     why = f"a prompt of {length} leaves no room in {room} positions; shorten it"
     return RequestError(why, param, "context_length_exceeded")

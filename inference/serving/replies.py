@@ -68,7 +68,7 @@ class PendingReplies:
 
     def _deliver(self, number: int, record: Round | None, reason: str | None) -> None:
         """Hand a step over from the engine's thread to the loop of the connections."""
-        # The loop is closed where the server has stopped meanwhile: nobody listens any more.
+        # The loop is closed if the server has stopped meanwhile; no one listens any more.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._events.put_nowait, (number, record, reason))
 

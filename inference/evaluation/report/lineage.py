@@ -118,7 +118,7 @@ def merged(part: PagePart) -> Report:
 
 
 def _changes(part: PagePart) -> list[tuple[str, Comparison, Change]]:
-    """Return every change of a part with its drafter and setting."""
+
     return [
         (drafter, setting, change)
         for drafter, (_, settings) in part.drafters.items()

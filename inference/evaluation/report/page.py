@@ -49,7 +49,8 @@ def html(title: str, blocks: Sequence[Block], looks: Mapping[str, int]) -> bytes
     template = (FOLDER / "page.html").read_text("utf-8")
     scripts = [(FOLDER / name).read_text("utf-8") for name in LIBRARIES]
     own = template.rpartition("<script>")[2].partition("</script>")[0]
-    hashes = " ".join(f"'sha256-{_digest(script)}'" for script in (*scripts, own))
+    digests = (hashlib.sha256(script.encode()).digest() for script in (*scripts, own))
+    hashes = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     page = {"title": title, "blocks": blocks, "looks": looks}
     # JSON has no numbers that are not finite: they become null
     finite = json.loads(json.dumps(msgspec.to_builtins(page)), parse_constant=lambda _: None)
@@ -65,10 +66,6 @@ def html(title: str, blocks: Sequence[Block], looks: Mapping[str, int]) -> bytes
     whole = re.sub(f"@({'|'.join(parts)})@", lambda mark: parts[mark[1]], template)
     # a folder's name may hold bytes that UTF-8 cannot encode
     return whole.encode("utf-8", "replace")
-
-
-def _digest(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def heading(text: str, level: int = 2) -> Block:
@@ -231,7 +228,7 @@ def acceptance(report: Report) -> list[Block]:
             chart(
                 "lines",
                 f"Survival, {where}",
-                "share of rounds that accept at least so many drafts",
+                "share of rounds that accept at least this many drafts",
                 survived,
                 y="share of rounds",
                 **axes,
@@ -399,6 +396,6 @@ def _positions(run: Training) -> Block:
     while curve := run.curve(f"surv@{depth}", evaluated=True):
         rows += points(f"position {depth}", curve)
         depth += 1
-    note = "share of held-out rounds that accept at least so many drafts"
+    note = "share of held-out rounds that accept at least this many drafts"
     axes: JsonObject = {"x": "step", "y": "share", "low": 0, "high": 1}
     return chart("lines", f"{run.name}: acceptance by position", note, rows, **axes)

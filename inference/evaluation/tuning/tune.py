@@ -61,7 +61,9 @@ def run(options: Options) -> None:
     A stopped command continues after the last drafter, temperature and batch size that it measured.
     """
     samplings, batches = check(options)
-    prompts = prompts_of(options)
+    source, tokenizer = options.source(options.prompts), tokenizer_of(options.target)
+    read = read_prompts(source, tokenizer, options.target.path, MOST_PROMPTS, "stop", {})
+    prompts = [replace(prompt, later=[]) for prompt in read]  # first turns only
     check_batches(batches, prompts)
     for batch in batches:
         if not enough(halves(prompts)[1], batch):
@@ -117,14 +119,6 @@ def empty_profile(options: Options, target: Target, prompts: int) -> JsonObject:
         "prompts": {"path": options.prompts, "count": prompts},
         "drafters": {key_of(spec): [] for spec in options.drafter},
     }
-
-
-def prompts_of(options: Options) -> list[Prompt]:
-    """Return the first turns of the prompts that the options name. Raises `UserError`."""
-    tokenizer = tokenizer_of(options.target)
-    source = options.source(options.prompts)
-    found = read_prompts(source, tokenizer, options.target.path, MOST_PROMPTS, "stop", {})
-    return [replace(prompt, later=[]) for prompt in found]
 
 
 def identity(profile: JsonObject, prompts: Sequence[Prompt], options: Options) -> JsonObject:

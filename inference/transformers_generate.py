@@ -127,18 +127,14 @@ def _decoded(
     finally:
         if training:
             model.train()
-    pad = config.pad_token_id
-    sequences = _padded(input_ids, replies, [*ends, 0][0] if pad is None else pad)
+    pad = [*ends, 0][0] if config.pad_token_id is None else config.pad_token_id
+    longest = max(map(len, replies))
+    rows = [tokens + [pad] * (longest - len(tokens)) for tokens in replies]
+    new = torch.tensor(rows, device=input_ids.device)
+    sequences = torch.cat([input_ids, new], dim=1)
     if config.return_dict_in_generate:
         return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
     return sequences
-
-
-def _padded(prompts: Tensor, replies: list[list[int]], pad: int) -> Tensor:
-    """Return prompts `[B, S]` followed by their replies, which are padded to one length."""
-    longest = max(map(len, replies))
-    rows = [tokens + [pad] * (longest - len(tokens)) for tokens in replies]
-    return torch.cat([prompts, torch.tensor(rows, device=prompts.device)], dim=1)
 
 
 def _decoder_of(model: PreTrainedModel, drafter: str, tokenizer: Any) -> Decoder:

@@ -47,7 +47,7 @@ export const textOf = (column) => column.pieces.map((piece) => piece.text).join(
 export const tau = (column) => (column.rounds ? column.tokens / column.rounds : NaN);
 export const speed = (column) => (column.seconds ? column.tokens / column.seconds : NaN);
 
-// Comparison of two finished replies: are their texts equal, and at which character do they first differ?
+// Comparison of two finished replies: are their texts equal, and where do they first differ?
 export function compared([drafted, plain]) {
   const [one, other] = [drafted, plain].map((column) => [...textOf(column)]);
   let at = 0;

@@ -197,9 +197,9 @@ class HeldOutEvaluation:
 def held_out_prompts(tables: Tables, count: int, longest: int) -> list[HeldOutPrompt]:
     """Return `count` held-out prompts of at most `longest` tokens, or all that there are.
 
-    They are drawn evenly over the sources and their categories (`selection.balanced_order`), and logged.
-    A prompt is everything before the first reply token, or the beginning of a plain text. Raises
-    `UserError` if there is none.
+    They are drawn evenly over the sources and their categories (`selection.balanced_order`), and
+    logged. A prompt is everything before the first reply token, or the beginning of a plain text.
+    Raises `UserError` if there is none.
     """
     table = tables.held_out
     prompts, groups = [], []

@@ -237,7 +237,12 @@ REFUSED = [
     ({"tools": [{"type": "function"}]}, "tools is not supported here", "tools", UNSUPPORTED),
     ({"logprobs": True}, "logprobs is not supported here", "logprobs", UNSUPPORTED),
     ({"response_format": {"type": "x"}}, "is not supported", "response_format", UNSUPPORTED),
-    ({"messages": None}, "lacks the required field `messages`", "messages", "missing_required_parameter"),
+    (
+        {"messages": None},
+        "lacks the required field `messages`",
+        "messages",
+        "missing_required_parameter",
+    ),
     ({"messages": []}, "$.messages", "messages", VALUE),
     (
         {"messages": [{"role": "user"}]},

@@ -29,7 +29,7 @@ from .conversations.rendering import prompt_ids
 from .conversations.templates import check_template_kwargs
 from .decode import Generation, Request, Round, decode, generate
 from .metrics import conditional, emitted_per_round, survival, tau, time_per_token
-from .profile import TuningProfile
+from .profile import tuned_setting
 from .proposers.contract import Proposer
 from .proposers.own_drafters import checked_proposer, with_name
 from .proposers.registry import check_spec, load_proposer
@@ -43,14 +43,14 @@ Piece = TypeVar("Piece")
 
 
 @runtime_checkable
-class Array(Protocol):
+class ArrayLike(Protocol):
     """Tensor, or array of numpy."""
 
     def tolist(self) -> Any: ...
 
 
 OnePrompt = str | Sequence[int] | Sequence[dict[str, Any]]
-Prompt = OnePrompt | Array
+Prompt = OnePrompt | ArrayLike
 """Prompt: the user's words, token ids, or a conversation as a list of messages."""
 
 
@@ -58,8 +58,8 @@ Prompt = OnePrompt | Array
 class Reply(Generation):
     """Generation with its text, which ends before an end token or a stop string.
 
-    Special tokens are left out. As in transformers, a stop string may begin in the prompt; the end
-    of it that belongs to the reply stays in the text then.
+    Special tokens are left out. As in transformers, a stop string may begin in the prompt; its end,
+    which belongs to the reply, then stays in the text.
     """
 
     text: str = ""
@@ -71,7 +71,7 @@ class Reply(Generation):
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of the rounds over the seconds from the first token to the last; NaN without."""
+        """Tokens of the rounds over the seconds from first to last token; NaN without rounds."""
         seconds = time_per_token(self)
         return 1 / seconds if seconds else math.nan
 
@@ -106,25 +106,25 @@ class Reply(Generation):
 
 
 class Transcript:
-    """Reply that is being decoded, with its text as far as that is final."""
+    """Reply that is being decoded, with its final text so far."""
 
     def __init__(
         self, reply: Reply, tokenizer: Any, stops: Sequence[str], hidden: Collection[int]
     ) -> None:
-        """Begin a reply, whose times are counted from now. Tokens in `hidden` are no text."""
+        """Begin a reply, whose times count from now. Its text omits the tokens in `hidden`."""
         self.reply = reply
         self._text, self._hidden = StreamedText(tokenizer, stops), hidden
         self._started = time.perf_counter()
 
     def add(self, step: Round, reason: str | None) -> str:
-        """Take a step of `decode`; return the text that has become final with it."""
+        """Add a step of `decode`; return the text that has become final with it."""
         self.reply.take(step, reason, time.perf_counter() - self._started)
         return self._write(step.tokens, reason)
 
     def pieces(self, step: Round, reason: str | None) -> list[tuple[str, bool]]:
-        """Take a step of `decode`; return its text token by token, each with True if drafted.
+        """Add a step of `decode`; return its text token by token, each with True if drafted.
 
-        Tokens with which no text has become final are left out.
+        Tokens that make no text final are left out.
         """
         self.reply.take(step, reason, time.perf_counter() - self._started)
         pieces, last = [], len(step.tokens) - 1
@@ -134,9 +134,9 @@ class Transcript:
         return pieces
 
     def _write(self, tokens: Sequence[int], reason: str | None) -> str:
-        """Return the text that has become final with `tokens`, after which the reply may end.
+        """Return the text that has become final with `tokens`; `reason` is that of the reply's end.
 
-        The token that ended a reply is never text, even where no token is hidden.
+        The token that ended a reply is never text, even if no token is hidden.
         """
         tokens = tokens[:-1] if reason == "eos" else tokens
         written = [token for token in tokens if token not in self._hidden]
@@ -167,17 +167,17 @@ class Stream(Generic[Piece]):
         return next(self._pieces)
 
     def close(self) -> None:
-        """Give up what has not been decoded."""
+        """Stop decoding."""
         self._pieces.close()
 
 
 def none_for_nan(value: float) -> float | None:
-    """Return a number as JSON can hold it."""
+    """Return a number, but None for NaN, which JSON lacks."""
     return None if math.isnan(value) else value
 
 
 class Decoder:
-    """Target and drafter, ready to decode one call at a time: the drafter has the batch's state."""
+    """Target and drafter. It decodes one call at a time: the drafter holds the batch's state."""
 
     def __init__(self, target: Target, proposer: Proposer) -> None:
         self.target, self.proposer = target, proposer
@@ -187,7 +187,7 @@ class Decoder:
 
     @cached_property
     def hidden(self) -> frozenset[int]:
-        """Tokens that are no text of a reply: end tokens, and the tokenizer's special tokens."""
+        """Tokens that are left out of texts: end tokens, and the tokenizer's special tokens."""
         return self.target.eos_ids | special_ids(self.target.tokenizer)
 
     @overload
@@ -203,7 +203,7 @@ class Decoder:
     @overload
     def generate(
         self,
-        prompts: Sequence[Prompt] | Array,
+        prompts: Sequence[Prompt] | ArrayLike,
         max_new_tokens: int = 128,
         *,
         samples: int = 1,
@@ -228,7 +228,7 @@ class Decoder:
         With `samples` above 1 the result is a list: the samples of the first prompt, then those of
         the second. Words are put into the target's chat template if it has one, unless `raw`;
         `chat_template_kwargs` are its variables, such as enable_thinking. `stop` are stop strings;
-        with `ignore_eos` a reply goes on after an end token. `sampling` is what `Sampling` takes:
+        with `ignore_eos` a reply continues after an end token. `sampling` is what `Sampling` takes:
         temperature, top_k, top_p, min_p, repetition_penalty, seed, rule. The noise of a reply
         belongs to the seed, the prompt's index and the number of the sample, so the text does not
         depend on `batch_size`. The seed is 0 if none is given, so that a second call with the same
@@ -240,7 +240,7 @@ class Decoder:
                 raise UserError(f"{name} must be a whole number of at least 1, not {value!r}")
         settings, stops = _known(Sampling, sampling, self.generate), _stops(stop)
         if samples > 1 and settings.greedy:
-            raise UserError("samples are all the same at temperature 0; give a temperature too")
+            raise UserError("all samples are equal at temperature 0; give a temperature too")
         requests, single = self._requests(prompts, raw, chat_template_kwargs, samples)
         eos = frozenset() if ignore_eos else self.target.eos_ids
         generations: list[Generation] = []
@@ -259,7 +259,7 @@ class Decoder:
 
     @overload
     def stream(
-        self, prompts: Sequence[Prompt] | Array, max_new_tokens: int = 128, **options: Any
+        self, prompts: Sequence[Prompt] | ArrayLike, max_new_tokens: int = 128, **options: Any
     ) -> Stream[tuple[int, str]]: ...
 
     def stream(
@@ -299,15 +299,15 @@ class Decoder:
     def _requests(
         self, prompts: Any, raw: bool, template_kwargs: JsonObject | None, samples: int = 1
     ) -> tuple[list[Request], bool]:
-        """Return the requests for prompts, and True for one that is in no list; or `UserError`."""
-        given: Any = prompts.tolist() if isinstance(prompts, Array) else prompts
+        """Return the requests for prompts, and True for a single prompt. Raises `UserError`."""
+        given: Any = prompts.tolist() if isinstance(prompts, ArrayLike) else prompts
         single = _is_one(given)
         requests = []
         for i, prompt in enumerate([given] if single else given):
             ids = self.encode(prompt, raw, template_kwargs)
             requests += [Request(ids, i, sample) for sample in range(samples)]
         if not requests:
-            raise UserError("there is no prompt; give at least one")
+            raise UserError("the list of prompts is empty; give at least one")
         return requests, single
 
     def encode(
@@ -317,7 +317,7 @@ class Decoder:
 
         `template_kwargs` are variables of the chat template. Raises `UserError`.
         """
-        given: Any = prompt.tolist() if isinstance(prompt, Array) else prompt
+        given: Any = prompt.tolist() if isinstance(prompt, ArrayLike) else prompt
         several = isinstance(given, Sequence) and not isinstance(given, bytes)
         if isinstance(given, str):
             if not given.strip():
@@ -331,7 +331,7 @@ class Decoder:
             try:
                 conversation = conversation_of({"messages": list(given)})
             except RowError as error:
-                raise UserError(f"the prompt is no conversation: {error}") from error
+                raise UserError(f"the prompt is not a valid conversation: {error}") from error
         else:
             raise UserError(
                 "a prompt is words, token ids (of a tokenizer's output: the input_ids, without "
@@ -365,9 +365,9 @@ def _is_one(prompts: Any) -> bool:
 
 
 def _known(make: Callable[..., T], settings: dict[str, Any], called: Callable[..., Any]) -> T:
-    """Return `make(**settings)`. Raises `UserError` for a setting that the dataclass has not.
+    """Return `make(**settings)`. Raises `UserError` for a setting that the dataclass lacks.
 
-    `called` is the function that took the settings; its own parameters may be the ones meant.
+    `called` is the function that took the settings, whose parameters are suggested too.
     """
     names = [f.name for f in fields(make)]  # type: ignore[arg-type]
     parameters = [
@@ -433,8 +433,8 @@ def load(
     >>> len(reply.token_ids) <= 24 and reply.tau >= 1
     True
 
-    The text is the target's own, whatever the drafter; at a temperature above 0 as well, since the
-    noise belongs to the position and not to the drafter:
+    The text is the target's own for any drafter, also at a temperature above 0, since the noise
+    belongs to the position and not to the drafter:
 
     >>> plain = load("scripts/quickstart/target", device="cpu")
     >>> reply.token_ids == plain.generate("def add(a, b):", max_new_tokens=24).token_ids
@@ -462,15 +462,14 @@ def load(
         prepare_to_compile(loaded.device)
         loaded.compiled = True
     if isinstance(named, str):
-        tuned = None
-        if profile is not None:
-            tuned = TuningProfile(fspath(profile), loaded).setting(named, temperature, batch_size)
+        path = None if profile is None else fspath(profile)
+        tuned = tuned_setting(path, named, loaded, temperature, batch_size)
         named = load_proposer(named, loaded, log.warning, tuned, choose=True)
     return Decoder(loaded, checked_proposer(with_name(named), type(named).__name__, loaded))
 
 
 def _loaded(target: Any, tokenizer: Any, options: dict[str, Any]) -> Target:
-    """Return the target that `load` is given. Raises `UserError`."""
+    """Return the target that was given to `load`. Raises `UserError`."""
     if isinstance(target, str | PathLike):
         target = _known(TargetConfig, {"path": fspath(target), **options}, load)
     elif options:

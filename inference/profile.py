@@ -124,6 +124,15 @@ class TuningProfile:
         return key_of(spec) in self._drafters
 
 
+def tuned_setting(
+    path: str | None, spec: str, target: Target, temperature: float, batch: int = 1
+) -> JsonObject | None:
+    """Return a drafter's setting in the profile at `path`; None without one. Raises `UserError`."""
+    if path is None:
+        return None
+    return TuningProfile(path, target).setting(spec, temperature, batch)
+
+
 def key_of(spec: str) -> str:
     """Return a drafter's name in a profile.
 

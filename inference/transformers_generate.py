@@ -1,7 +1,7 @@
-"""transformers' `generate` by the decode loop, for `custom_generate/generate.py` of an export.
+"""transformers' `generate` with the decode loop, for `custom_generate/generate.py` of an export.
 
-The text is that of plain `generate`: token for token where it is greedy, and with the same
-distribution where it samples. Arguments that would change the text otherwise are refused.
+The text is that of plain `generate`: token for token if it is greedy, and of the same distribution
+if it samples. Arguments that cannot be honoured are refused.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from .base.settings import Sampling
 from .decode import Request, decode
 from .targets.target_files import not_applied
 
-DEFAULT_TOP_K = 50  # of transformers where it samples and nothing else is said
+DEFAULT_TOP_K = 50  # transformers' default for sampling
 NOT_RETURNED = (
     *("output_attentions", "output_hidden_states", "output_scores", "output_logits"),
     *("renormalize_logits", "use_mtp", "prompt_lookup_num_tokens"),
 )
-"""Settings that do not change the text, and that plain `generate` would be needed for."""
+"""Settings that do not change the text, but that only plain `generate` can honour."""
 TAKEN = {
     *("inputs", "input_ids", "attention_mask", "generation_config"),
-    # about how plain `generate` computes, which this one does not need
+    # details of how plain `generate` computes, ignored here
     *("use_model_defaults", "synced_gpus", "position_ids"),
 }
-"""Arguments besides the settings of a generation config."""
+"""Accepted arguments besides the settings of a generation config."""
 DECODERS = "_draftsmith_decoders"
-"""Attribute of a model with its decoders by drafter, so that a second call loads nothing. They hold
-the model themselves, and go with it."""
+"""Attribute of a model that caches its decoders by drafter. They refer to the model and are freed
+with it."""
 
 
 def generate_with(
@@ -63,7 +63,7 @@ def generate_with(
         empty = value is None or (isinstance(value, list) and not value)
         if not empty and name not in TAKEN and name not in settings:
             raise _unsupported(f"the argument {name}")
-    # Bound here, since `generate` hands none of them on to a function that is given to it.
+    # Bound here, since `generate` does not pass them on to a custom function.
     decoding = partial(
         _decoded, drafter=drafter, tokenizer=tokenizer, streamer=streamer, stops=stop_strings or []
     )
@@ -90,7 +90,7 @@ def _decoded(
     if streamer is not None and len(input_ids) > 1:
         raise UserError("a streamer takes one reply; give one prompt, or leave it out")
     mask = prepared.get("attention_mask")
-    if mask is None:  # where nothing is padding
+    if mask is None:  # without padding
         mask = torch.ones_like(input_ids)
     if mask.shape != input_ids.shape:
         raise UserError(
@@ -99,7 +99,7 @@ def _decoded(
     copies, requests = config.num_return_sequences or 1, []
     for number, (row, real) in enumerate(zip(input_ids, mask.bool(), strict=True)):
         requests.append(Request(row[real].tolist(), number // copies, number % copies))
-    # Before anything is loaded, which draws from torch's generator too.
+    # Before loading, which draws from torch's generator too.
     sampling = _sampling_of(config)
     ends = end_ids(config.eos_token_id)
     replies: list[list[int]] = [[] for _ in requests]
@@ -127,30 +127,26 @@ def _decoded(
     finally:
         if training:
             model.train()
-    pad = config.pad_token_id
-    sequences = _padded(input_ids, replies, [*ends, 0][0] if pad is None else pad)
+    pad = [*ends, 0][0] if config.pad_token_id is None else config.pad_token_id
+    longest = max(map(len, replies))
+    rows = [tokens + [pad] * (longest - len(tokens)) for tokens in replies]
+    new = torch.tensor(rows, device=input_ids.device)
+    sequences = torch.cat([input_ids, new], dim=1)
     if config.return_dict_in_generate:
         return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
     return sequences
 
 
-def _padded(prompts: Tensor, replies: list[list[int]], pad: int) -> Tensor:
-    """Return prompts `[B, S]` with their replies after them, those padded to one length."""
-    longest = max(map(len, replies))
-    rows = [tokens + [pad] * (longest - len(tokens)) for tokens in replies]
-    return torch.cat([prompts, torch.tensor(rows, device=prompts.device)], dim=1)
-
-
 def _decoder_of(model: PreTrainedModel, drafter: str, tokenizer: Any) -> Decoder:
     """Return the decoder of a model and a drafter, loaded once. Raises `UserError`.
 
-    A folder that was rewritten is loaded again.
+    A drafter's folder that was rewritten is loaded again.
     """
     decoders = vars(model).setdefault(DECODERS, {})
     own_file = Path(drafter, OWN_FILE)
     written = own_file.stat().st_mtime_ns if own_file.is_file() else None
     key = drafter, written, None if tokenizer is None else id(tokenizer)
-    if key not in decoders:  # only then are the files hashed, or looked for on the hub
+    if key not in decoders:  # hashes the files, or looks them up on the hub
         decoders[key] = load(model, Drafter.from_pretrained(drafter), tokenizer=tokenizer)
     return decoders[key]
 

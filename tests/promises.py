@@ -48,7 +48,7 @@ PROMISES = {
     ],
     "Tables name what drafts, and show a loss as a loss.": [
         "tests/inference/evaluation/test_tables.py",
-        "tests/inference/evaluation/test_names.py",
+        "tests/inference/evaluation/test_drafter_names.py",
     ],
     "Decoding imports neither datasets, deepspeed nor wandb; imports point one way.": [
         "tests/test_structure.py::test_imports_point_one_way",

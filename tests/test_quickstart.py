@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.inference.base.console import Console
+from draftsmith.inference.base.console import OutputConsole
 from draftsmith.inference.base.settings import TargetConfig
+from draftsmith.inference.evaluation.drafter_names import distinct_labels
 from draftsmith.inference.evaluation.evaluate import measured
-from draftsmith.inference.evaluation.names import distinct_labels
 from draftsmith.inference.evaluation.options import EvaluateOptions
-from draftsmith.inference.evaluation.report.report import gather, html, markdown
+from draftsmith.inference.evaluation.report.command import gather, html, markdown
 from draftsmith.inference.evaluation.tables import show
 from draftsmith.inference.targets.target import Target
 from tests.conftest import QUICKSTART, ROOT
@@ -88,7 +88,7 @@ def test_table_json_and_page_of_one_evaluation_say_the_same(
     (setting,) = report.settings
     setting.drafters["medusa"].speedup, setting.plain.loop_share = 0.92, 0.5
     written.write_text(json.dumps(report.to_json()))
-    terminal = Console(width=120, file=io.StringIO())
+    terminal = OutputConsole(width=120, file=io.StringIO())
     show(report, terminal)
     assert isinstance(terminal.file, io.StringIO)
     shown, found = terminal.file.getvalue(), gather([str(written)])

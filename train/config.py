@@ -17,8 +17,11 @@ import yaml
 from ..heads.errors import UserError
 from ..heads.exchange.engines import ENGINES
 from ..heads.files import JsonObject
-from ..inference.base.console import several
-from ..inference.base.settings import TargetConfig, choice_named
+from ..inference.base.console import plural
+from ..inference.base.settings import (
+    TargetConfig,
+    choice_named,
+)
 from .data.config import Data, Evaluation, FeatureOptions, check_held_out
 
 Tracker = Literal[
@@ -193,9 +196,9 @@ def divided(run: RunConfig, ranks: int) -> Division:
     if left_over or not share:
         nearest = [number * ranks for number in (share, share + 1) if number]
         raise UserError(
-            f"a step of {several(rows, 'row')} cannot be shared evenly by "
-            f"{several(ranks, 'rank')}; use --rows-per-step {' or '.join(map(str, nearest))}, or "
-            f"{several(most_ranks(rows, ranks), 'rank')}"
+            f"a step of {plural(rows, 'row')} cannot be shared evenly by "
+            f"{plural(ranks, 'rank')}; use --rows-per-step {' or '.join(map(str, nearest))}, or "
+            f"{plural(most_ranks(rows, ranks), 'rank')}"
         )
     passes = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= most)
     return Division(share // passes, passes)

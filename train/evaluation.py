@@ -22,8 +22,8 @@ from ..heads.artifact import Artifact
 from ..heads.errors import UserError
 from ..heads.files import JsonObject
 from ..heads.layout import dtype_name
-from ..inference.base.console import Progress
-from ..inference.conversations.choice import alternately, described
+from ..inference.base.console import ProgressReporter
+from ..inference.conversations.selection import balanced_order, describe_groups
 from ..inference.decode import Request, generate_one
 from ..inference.evaluation.intervals import tau_interval
 from ..inference.metrics import (
@@ -100,7 +100,7 @@ class HeldOutEvaluation:
         else:
             # Leave two positions for a reply: a first root, and a token to draft.
             prompts = held_out_prompts(tables, config.limit, target.max_positions - 2)[share]
-            progress = Progress(prompts, desc="target writes held-out replies")
+            progress = ProgressReporter(prompts, desc="target writes held-out replies")
             assert isinstance(target, Target), "a stored target comes with its texts"
             self.texts = [write_text(target, prompt, taps, config) for prompt in progress]
         loops = self._gather([repeats_itself(text.ids[text.start :]) for text in self.texts])
@@ -156,7 +156,7 @@ class HeldOutEvaluation:
         proposer = load_proposer(drafter_folder, self._target, log.warning, chain)
         results = []
         aborted = False
-        for text in Progress(self.texts, desc="decoding held-out prompts"):
+        for text in ProgressReporter(self.texts, desc="decoding held-out prompts"):
             aborted = asked()
             if self._target.together:
                 # The ranks make each pass together, so all of them have to stop after the same one.
@@ -192,7 +192,7 @@ class HeldOutEvaluation:
 def held_out_prompts(tables: Tables, count: int, longest: int) -> list[HeldOutPrompt]:
     """Return `count` held-out prompts of at most `longest` tokens, or all that there are.
 
-    They are drawn evenly over the sources and their categories (`choice.alternately`), and logged.
+    They are drawn evenly over the sources and their categories (`balanced_order`), and logged.
     A prompt is everything before the first reply token, or the beginning of a plain text. Raises
     `UserError` if all rows are too short or too long.
     """
@@ -207,8 +207,8 @@ def held_out_prompts(tables: Tables, count: int, longest: int) -> list[HeldOutPr
             groups.append(tables.groups[table.groups[i]])
     if not prompts:
         raise UserError("no held-out row is long enough to decode from; hold out longer rows")
-    drawn = alternately(groups, [prompt.unit for prompt in prompts])[:count]
-    log.info("held-out prompts: %s", described([groups[i] for i in drawn]))
+    drawn = balanced_order(groups, [prompt.unit for prompt in prompts])[:count]
+    log.info("held-out prompts: %s", describe_groups([groups[i] for i in drawn]))
     return [prompts[i] for i in drawn]
 
 

@@ -23,7 +23,7 @@ from ..command_line.endings import StopRequested
 from ..heads.artifact import Artifact, read_own_file
 from ..heads.errors import UserError
 from ..heads.files import JsonObject, whole_file
-from ..inference.base.console import Progress, several
+from ..inference.base.console import ProgressReporter, plural
 from ..inference.base.output_paths import check_output_folder
 from ..inference.conversations.sources import source_files
 from ..inference.evaluation.training_log import METRICS_FILE, repair_metrics
@@ -252,7 +252,7 @@ class TrainingLoop:
         self.callbacks, self._ended = callbacks, False  # ended: by a callback
         self._evaluate_every = interval(self.config.evaluation.every, trainer.total_steps)
         self._announce()
-        self.progress = Progress(
+        self.progress = ProgressReporter(
             total=trainer.total_steps, desc=f"training {trainer.drafter.method}", unit=" steps"
         )
         self.progress.skip(state.step)
@@ -320,16 +320,16 @@ class TrainingLoop:
         log.info(
             "%s drafter of %.2fM parameters for %s; %s (%.0f%% full)",
             trainer.drafter.method, size / 1e6, trainer.target.name,
-            several(batches.packs, "packed row"), 100 * batches.fill,
+            plural(batches.packs, "packed row"), 100 * batches.fill,
         )  # fmt: skip
         log.info(
             "a step has %s, at most %s: %s on each of %s in %s; %s, %d of warm-up, %s%s",
-            several(rows, "row"), several(rows * batches.max_length, "token"),
-            several(rows // self.accelerator.num_processes, "row"),
-            several(self.accelerator.num_processes, "rank"),
-            several(batches.accumulation, "pass"), several(total, "step"),
+            plural(rows, "row"), plural(rows * batches.max_length, "token"),
+            plural(rows // self.accelerator.num_processes, "row"),
+            plural(self.accelerator.num_processes, "rank"),
+            plural(batches.accumulation, "pass"), plural(total, "step"),
             round(self.config.optim.warmup_share * total),
-            several(math.ceil(total / self._evaluate_every), "evaluation"), start,
+            plural(math.ceil(total / self._evaluate_every), "evaluation"), start,
         )  # fmt: skip
 
     def _log_possible(self, step: int) -> bool:

@@ -15,8 +15,8 @@ from accelerate.tracking import get_available_trackers
 from rich.table import Table
 
 from ..heads.errors import UserError, first_line
-from ..inference.base.console import clock, plain_table
-from ..inference.evaluation.remarks import looping
+from ..inference.base.console import duration_text, plain_table
+from ..inference.evaluation.figure_text import looping
 from ..inference.evaluation.training_log import METRICS_FILE, read_metrics
 from .config import RunConfig
 
@@ -32,7 +32,7 @@ def step_line(step: int, total: int, metrics: Mapping[str, float], left_s: float
         parts.append(f"tau_rows {tau:.2f}")
     parts += [f"lr {metrics['lr']:.2g}", f"{metrics['tokens_s']:,.0f} tok/s"]
     if step < total and left_s is not None:
-        parts.append(f"{clock(left_s)} left")
+        parts.append(f"{duration_text(left_s)} left")
     return "  ".join(parts)
 
 

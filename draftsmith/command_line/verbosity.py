@@ -42,9 +42,9 @@ def set_up_logging(main: bool) -> None:
     """
     from transformers.utils import logging as transformers_logging
 
-    from ..inference.base.console import Progress
+    from ..inference.base.console import ProgressReporter
 
-    Progress.quiet = quiet()
+    ProgressReporter.quiet = quiet()
     usual = logging.INFO if main else logging.WARNING
     level = logging.WARNING if quiet() else usual
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)

@@ -165,14 +165,14 @@ def _resolved(method: str, values: Values[RunConfig]) -> str:
 
 def say_what_came_out(best: Path, run: RunConfig, method: str) -> None:
     """Print the best drafter of a run, what it gained, and the command that measures it."""
-    from ..inference.base.console import Console, warn
+    from ..inference.base.console import OutputConsole, warn
     from ..inference.targets.target_files import names_a_folder
     from ..train.reporting import summary
 
     print(f"best drafter: {best}")
     step = best.resolve().parent.name.removeprefix("step-")
     try:
-        Console().print(summary(best.parent, int(step)))
+        OutputConsole().print(summary(best.parent, int(step)))
     except UserError as error:  # the run has ended well all the same
         warn(f"no table of the run: {error}")
     print(

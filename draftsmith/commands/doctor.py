@@ -20,12 +20,12 @@ from ..command_line.parse import config_with
 from ..heads.errors import UserError
 from ..heads.files import JsonObject
 from ..heads.fingerprint import tokenizer_hash
-from ..inference.base.console import Console, several
+from ..inference.base.console import OutputConsole, plural
 from ..inference.base.output_paths import check_json, output_json
 from ..inference.base.settings import RowSource, TargetConfig
 from ..inference.conversations.formats import conversation_of
 from ..inference.conversations.messages import RowError
-from ..inference.conversations.rows import Notes
+from ..inference.conversations.rows import SourceNotes
 from ..inference.conversations.sources import rows_of, source_files
 from ..inference.conversations.templates import endless
 from ..inference.targets.target import Target, load_target
@@ -139,7 +139,7 @@ def show(findings: list[Finding]) -> None:
     for finding in findings:
         status = f"[{colors[finding.status]}]{finding.status}[/]"
         table.add_row(escape(finding.check), status, escape(finding.found))
-    console = Console()
+    console = OutputConsole()
     console.print(table)
     color = console.color_system is not None and not console.no_color
     for finding in findings:
@@ -161,7 +161,7 @@ def machine() -> Iterator[Finding]:
         text += f"; missing: {', '.join(missing)}"
     yield Finding("versions", "error" if missing else "ok", text)
     cores, threads = os.cpu_count() or 1, torch.get_num_threads()
-    text = f"{several(cores, 'core')}, torch uses {several(threads, 'thread')}"
+    text = f"{plural(cores, 'core')}, torch uses {plural(threads, 'thread')}"
     yield Finding("processor", "ok", text)
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
@@ -250,7 +250,7 @@ def check_target(
     yield check_template(target)
     if why := endless(target.tokenizer, target.name, target.eos_ids, template_kwargs):
         yield Finding("end of a turn", "warning", f"{why}; data regenerate refuses it")
-    notes = Notes()
+    notes = SourceNotes()
     for name, row in rows:
         yield check_row(name, row, target, template_kwargs, notes)
     for line in notes.lines():
@@ -273,7 +273,7 @@ def check_template(target: Target) -> Finding:
 
 
 def check_row(
-    name: str, row: Any, target: Target, template_kwargs: JsonObject, notes: Notes
+    name: str, row: Any, target: Target, template_kwargs: JsonObject, notes: SourceNotes
 ) -> RowFinding:
     """Return the finding about a row: what training would learn from it; `notes` as in `encode`."""
     try:
@@ -297,7 +297,7 @@ def first_rows(source: str | RowSource | Literal[True]) -> list[tuple[str, Any]]
 
 
 def sequences_of(
-    row: Any, target: Target, template_kwargs: JsonObject, notes: Notes | None = None
+    row: Any, target: Target, template_kwargs: JsonObject, notes: SourceNotes | None = None
 ) -> list[ShownSequence]:
     """Return the sequences that training makes of a row.
 

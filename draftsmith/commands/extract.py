@@ -31,7 +31,7 @@ from ..heads.files import (
 )
 from ..heads.fingerprint import changed_numbers, without_name
 from ..heads.layout import dtype_name
-from ..inference.base.console import Progress
+from ..inference.base.console import ProgressReporter
 from ..inference.base.output_paths import check_output_folder
 from ..inference.metrics import repeats_itself
 from ..inference.targets.spread import on_first
@@ -167,7 +167,7 @@ class Extraction:
             texts = served_texts(target, prompts, taps, evaluation)
         else:
             assert isinstance(target, Target), "only a served target cannot be run here"
-            progress = Progress(prompts, desc="target writes held-out replies")
+            progress = ProgressReporter(prompts, desc="target writes held-out replies")
             texts = [write_text(target, prompt, taps, evaluation) for prompt in progress]
         ids = batches.sample_ids(target.max_positions - 1)
         sample = {"ids": torch.tensor(ids)}
@@ -256,7 +256,9 @@ class Extraction:
             assigned = assigned_shards(missing, rank, ranks, together)
         else:
             assigned = ((index, True) for index in shards_of_ring(store, layout, rank, ranks))
-        progress = Progress(total=shards if whole else None, desc="extracting", unit=" shards")
+        progress = ProgressReporter(
+            total=shards if whole else None, desc="extracting", unit=" shards"
+        )
         for index, to_write in assigned:
             first = index * layout.rows_per_shard
             end = first + layout.rows_per_shard

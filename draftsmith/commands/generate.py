@@ -24,17 +24,17 @@ from ..inference.conversations.prompts import (
     Prompt,
     check_source,
     next_turn,
+    tokenizer_of,
     words_or_rows,
 )
 from ..inference.conversations.rendering import prompt_ids
-from ..inference.conversations.rows import Notes
+from ..inference.conversations.rows import SourceNotes
 from ..inference.conversations.templates import check_template_kwargs
 from ..inference.decode import Generation, Request, decode
-from ..inference.evaluation.checks import tokenizer_of
+from ..inference.evaluation.figure_text import busy_now, slower
 from ..inference.evaluation.measure import difference, distinct_names
-from ..inference.evaluation.remarks import busy_now, slower
 from ..inference.metrics import emitted_per_round, tau, time_per_token
-from ..inference.profile import TuningProfile, read_profile
+from ..inference.profile import read_profile, tuned_setting
 from ..inference.proposers.ngram import PlainDecoding
 from ..inference.proposers.registry import check_spec, load_proposer
 from ..inference.targets.target import load_for_decoding
@@ -114,7 +114,7 @@ def check_conversations(given: Iterable[tuple[str, str | Conversation]], options
 def ids_of(name: str, conversation: Conversation, tokenizer: Any, target_name: str) -> list[int]:
     """Return the token ids of a conversation. Raises `UserError`, which says its `name`."""
     try:
-        notes = Notes()
+        notes = SourceNotes()
         ids = prompt_ids(conversation, tokenizer, target_name, notes)
         if not ids:
             raise RowError("the prompt is empty")
@@ -130,11 +130,8 @@ def load(options: Options) -> Decoder:
     other = other_sampling(target.model.generation_config, options.sampling)
     if other and not options.sampling.greedy:
         warn(f"target {target.name}: its {other}")
-    tuned = None
-    if options.profile is not None:
-        tuned = TuningProfile(options.profile, target).setting(
-            options.drafter, options.sampling.temperature, batch=1
-        )
+    temperature = options.sampling.temperature
+    tuned = tuned_setting(options.profile, options.drafter, target, temperature)
     return Decoder(target, load_proposer(options.drafter, target, warn, tuned, choose=True))
 
 

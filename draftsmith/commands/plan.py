@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ..command_line.parse import config_with
 from ..heads.errors import UserError
-from ..inference.base.console import Console, several
+from ..inference.base.console import OutputConsole, plural
 from ..inference.base.output_paths import check_json, output_json
 from ..train.config import RunConfig, divided, most_ranks
 from ..train.data.config import FeatureOptions
@@ -45,11 +45,11 @@ def run(options: Options) -> None:
     found["memory"] = {**asdict(memory), "resident": memory.resident, "peak": memory.peak}
     if output_json(options.json, found):
         return
-    Console().print(line, style="bold", highlight=False)
+    OutputConsole().print(line, style="bold", highlight=False)
     show(shape, plan, memory, options, config.features)
-    Console().print(steps_note(steps, options, config), highlight=False)
+    OutputConsole().print(steps_note(steps, options, config), highlight=False)
     if options.reply_share is None:
-        Console().print(
+        OutputConsole().print(
             "All tokens are counted as replies, which is an upper bound; --reply-share 0.5 counts "
             "half of them."
         )
@@ -59,10 +59,10 @@ def steps_note(steps: dict[str, int], options: Options, config: RunConfig) -> st
     """Return a sentence about the steps of the run, and how the GPUs share their rows."""
     division = divided(config, options.gpus)
     return (
-        f"A step has {several(steps['rows'], 'packed row')}, {steps['positions']:,} positions: on "
-        f"each GPU {several(division.passes, 'forward pass')} of {several(division.rows, 'row')}. "
-        f"{several(steps['steps'], 'step')} ({steps['warmup']:,} of warm-up), "
-        f"{several(steps['evaluations'], 'evaluation')}."
+        f"A step has {plural(steps['rows'], 'packed row')}, {steps['positions']:,} positions: on "
+        f"each GPU {plural(division.passes, 'forward pass')} of {plural(division.rows, 'row')}. "
+        f"{plural(steps['steps'], 'step')} ({steps['warmup']:,} of warm-up), "
+        f"{plural(steps['evaluations'], 'evaluation')}."
     )
 
 
@@ -133,7 +133,7 @@ def show(
     table.add_row("... target's forward pass", size(memory.extraction), extraction)
     table.add_row("... at the peak", size(memory.peak), "of all, without CUDA's own")
     total = plan["total_gpu_hours"]
-    console = Console()
+    console = OutputConsole()
     console.print(table)
     console.print(
         f"{options.tokens:,.0f} tokens: {hours(total)} of {options.gpu} in all. "

@@ -22,7 +22,7 @@ from ..heads.errors import UserError
 from ..heads.exchange.hub import Drafter, upload
 from ..inference.base.output_paths import check_output_folder
 from ..inference.base.settings import TargetConfig
-from ..inference.conversations.rows import given_rows, write_rows
+from ..inference.conversations.rows import rows_in_memory, write_rows
 from ..inference.evaluation.options import EvaluateOptions
 from ..inference.evaluation.results import Report
 from ..inference.proposers.contract import Proposer
@@ -94,7 +94,7 @@ def train(
         )
     part = data if type(data) is dict and "sources" in data else None
     given = data if part is None else part["sources"]
-    rows = None if given is None or _names_files(given) else given_rows(given, "data")
+    rows = None if given is None or _names_files(given) else rows_in_memory(given, "data")
     if rows is not None:
         source = [Source(ROWS_FILE, name="data")]
         data = source if part is None else {**part, "sources": source}
@@ -161,7 +161,7 @@ def evaluate(
         for name in ("config_name", "revision", "split"):
             if name in options:
                 raise UserError(f"{name} is for prompts by their path; leave it out")
-        rows = given_rows(prompts, "prompts")
+        rows = rows_in_memory(prompts, "prompts")
         prompts = "given_in_python"
     several = drafter if isinstance(drafter, list | tuple) else [drafter]
     own = [with_name(one) for one in several if isinstance(one, Proposer)]

@@ -21,11 +21,11 @@ from typing import Any
 
 from ..heads.errors import UserError
 from ..heads.files import only_writer
-from ..inference.base.console import Progress
-from ..inference.base.keys import headers_with_key
+from ..inference.base.console import ProgressReporter
 from ..inference.base.output_paths import check_output, check_output_folder
+from ..inference.base.settings import headers_with_key
 from ..inference.conversations.messages import RowError
-from ..inference.conversations.rows import SHARES, LeftOut, Notes
+from ..inference.conversations.rows import SHARES, MalformedRows, SourceNotes
 from ..inference.conversations.sources import rows_of, source_files
 from ..inference.conversations.templates import endless, warn_of_plain_text
 from ..inference.decode import Request, decode
@@ -74,7 +74,7 @@ def _regenerate(options: Options, share: Share, rows: list[tuple[str, Any]]) -> 
         refuse_other(other, theirs.written, shared, by_weights=here)
         written[other] = theirs.written
         finished |= theirs.ids
-    notes = Notes()
+    notes = SourceNotes()
     all_tasks = tasks_of(rows, options, notes)
     tasks = [task for task in share.part_of(all_tasks) if task.id not in finished]
     if finished:
@@ -90,7 +90,9 @@ def _regenerate(options: Options, share: Share, rows: list[tuple[str, Any]]) -> 
     try:
         with (
             out.open("a", encoding="utf-8") as file,
-            Progress(total=len(tasks), desc="target writes", unit=" conversations") as progress,
+            ProgressReporter(
+                total=len(tasks), desc="target writes", unit=" conversations"
+            ) as progress,
         ):
             sink = Sink(file, progress, facts, written)
             if options.server.url is not None:
@@ -142,13 +144,13 @@ class Share:
         return [tasks[index] for index in sorted(drawn[self.number :: self.of_all])]
 
 
-def tasks_of(rows: list[tuple[str, Any]], options: Options, notes: Notes) -> list[Task]:
+def tasks_of(rows: list[tuple[str, Any]], options: Options, notes: SourceNotes) -> list[Task]:
     """Return the tasks of `rows`, the same in every call with the same rows.
 
     `notes` get what is said once about the source. Raises `UserError` if no row can be used, or at
     the first malformed one if `bad_rows` is stop.
     """
-    tasks, left_out, ids = [], LeftOut(options.data, options.bad_rows), Counter[str]()
+    tasks, left_out, ids = [], MalformedRows(options.data, options.bad_rows), Counter[str]()
     for name, row in rows:
         try:
             task = Task.of(name, row, options.chat_template_kwargs, notes)
@@ -206,7 +208,7 @@ def regenerate_here(tasks: Sequence[Task], options: Options, sink: Sink) -> None
     warn_of_plain_text(plain, target.tokenizer, options.data)
     longest = target.max_positions - 1  # one position is left for the reply
     waiting: list[tuple[list[int], Task]] = []
-    unreadable, overlong = LeftOut(options.data, options.bad_rows), []
+    unreadable, overlong = MalformedRows(options.data, options.bad_rows), []
     for task in tasks:
         try:
             prompt = task.prompt(target)

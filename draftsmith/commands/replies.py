@@ -16,7 +16,7 @@ import msgspec
 from ..heads.documents import DocumentError, Token, convert, demand
 from ..heads.errors import UserError
 from ..heads.files import JsonObject
-from ..inference.base.keys import OF_SERVER, headers_with_key
+from ..inference.base.settings import SERVER_KEY_VARIABLE, headers_with_key
 from ..inference.conversations.messages import RowError, without_nulls
 from ..inference.evaluation.server_client import client_of, model_named, models_of
 from .options import RegenerateOptions as Options
@@ -217,7 +217,7 @@ class _Writer:
             if response.status_code in (400, 413, 422):
                 raise RowError(problem)
             if response.status_code in (401, 403):
-                problem += f"; give its API key in the variable {OF_SERVER}"
+                problem += f"; give its API key in the variable {SERVER_KEY_VARIABLE}"
             if response.status_code == 404 and not self._url.endswith("/v1/chat/completions"):
                 problem = f"status 404; OpenAI's API is mostly at {self._options.server.url}/v1"
             if response.status_code != 429 and response.status_code < 500:

@@ -9,10 +9,10 @@ from typing import Any
 
 from ..heads.errors import UserError
 from ..inference.base.output_paths import check_output_folder
-from ..inference.conversations.choice import Units
 from ..inference.conversations.formats import Conversation, conversation_of
 from ..inference.conversations.messages import RowError, check_text
-from ..inference.conversations.rows import GivenRows, LeftOut, write_rows
+from ..inference.conversations.rows import InMemoryRows, MalformedRows, write_rows
+from ..inference.conversations.selection import Units
 from ..inference.conversations.sources import rows_of, source_files
 from ..train.data.split import chance
 from .options import SplitOptions as Options
@@ -31,7 +31,7 @@ def run(options: Options) -> None:
     taken = {Path(options.data).resolve(), *(one.resolve() for one in source_files(source) or [])}
     if taken & {Path(options.out).resolve(), train.resolve(), held_out.resolve()}:
         raise UserError("--out would be written over --data; name another folder")
-    left_out, units = LeftOut(options.data, options.bad_rows), Units()
+    left_out, units = MalformedRows(options.data, options.bad_rows), Units()
     rows: list[tuple[Any, Conversation]] = []
     for name, raw in rows_of(source):
         try:
@@ -58,7 +58,7 @@ def run(options: Options) -> None:
             )
     Path(options.out).mkdir(parents=True, exist_ok=True)
     for out, side in sides.items():
-        write_rows(GivenRows(options.data, [raw for raw, _ in side]), out)
+        write_rows(InMemoryRows(options.data, [raw for raw, _ in side]), out)
         print(f"{out}: {len(side)} rows of {len({unit for _, unit in side})} conversations")
 
 

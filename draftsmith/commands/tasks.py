@@ -16,11 +16,11 @@ from ..heads.documents import DocumentError, convert
 from ..heads.errors import UserError
 from ..heads.files import JsonObject
 from ..heads.fingerprint import without_name
-from ..inference.base.console import Progress
+from ..inference.base.console import ProgressReporter
 from ..inference.conversations.formats import CUT_SHORT, Conversation, conversation_of
 from ..inference.conversations.messages import RowError, plain_message
 from ..inference.conversations.rendering import prompt_ids
-from ..inference.conversations.rows import Notes
+from ..inference.conversations.rows import SourceNotes
 from ..inference.conversations.templates import plain_ids
 from ..inference.targets.target import Target
 
@@ -47,13 +47,13 @@ class Task:
     """For each reply after the next one, the messages before it."""
     conversation: Conversation
     """The conversation as it was read."""
-    notes: Notes
+    notes: SourceNotes
     """What is said once about the source of the rows."""
     events: list[JsonObject] = field(default_factory=list)
     """Token-exact sequences so far: token_ids, response_spans and finish_reasons."""
 
     @classmethod
-    def of(cls, name: str, row: Any, template_kwargs: JsonObject, notes: Notes) -> Task:
+    def of(cls, name: str, row: Any, template_kwargs: JsonObject, notes: SourceNotes) -> Task:
         """Return the task of a row, ready for its first reply.
 
         `notes` get what is said once about the source. Its id is the row's `id`, or else `name`.
@@ -138,7 +138,7 @@ class Sink:
     def __init__(
         self,
         file: TextIO,
-        progress: Progress,
+        progress: ProgressReporter,
         provenance: JsonObject,
         written: Mapping[Path, JsonObject | None],
     ) -> None:

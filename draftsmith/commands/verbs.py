@@ -16,7 +16,7 @@ VERBS = {
     "evaluate": ("inference.evaluation.evaluate", "inference.evaluation.options.EvaluateOptions"),
     "compare": ("inference.evaluation.compare", "inference.evaluation.options.CompareOptions"),
     "report": (
-        "inference.evaluation.report.report",
+        "inference.evaluation.report.command",
         "inference.evaluation.options.ReportOptions",
     ),
     "simulate": ("inference.evaluation.simulate", "inference.evaluation.options.SimulateOptions"),

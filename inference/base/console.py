@@ -1,4 +1,4 @@
-"""Tables and progress of long work, on a terminal or in the log file of a job without one."""
+"""Tables and progress output, on a terminal or in a log file."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ DENSE_S = 600.0
 SPARSE_S = 300.0
 
 
-class Console(rich.console.Console):
-    """Console of rich that reports a closed pipe (`| head`); rich itself ends the process."""
+class OutputConsole(rich.console.Console):
+    """Console that raises an error for a closed pipe (`| head`), where rich ends the process."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
@@ -44,16 +44,15 @@ def warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 
-class Progress(Generic[T]):
-    """Bar on a terminal, or in a notebook with ipywidgets; lines on stderr without (SLURM, CI).
+class ProgressReporter(Generic[T]):
+    """Bar on a terminal or in a notebook with ipywidgets; elsewhere (SLURM, CI) lines on stderr.
 
-    Of several objects that are open only the last one prints lines, and of several ranks only the
-    first shows anything.
+    Only rank 0 shows anything, and only the reporter that was opened last prints lines.
     """
 
     quiet: ClassVar[bool] = False
-    """True if no progress is shown at all."""
-    _open: ClassVar[list[Progress[Any]]] = []
+    """True to show nothing."""
+    _open: ClassVar[list[ProgressReporter[Any]]] = []
 
     def __init__(
         self,
@@ -63,23 +62,23 @@ class Progress(Generic[T]):
         unit: str = " prompts",
         total: int | None = None,
     ) -> None:
-        """Start to show progress of `desc`; `total`, or the iterable's length, counts `unit`."""
+        """Start to report `desc`; `total`, or the iterable's length, is the number of `unit`."""
         if total is None and isinstance(iterable, Sized):
             total = len(iterable)
         self._iterable, self.total = iterable or (), total
         self._what, self._unit, self._detail = desc, unit.strip(), ""
-        self._first = self._done = 0  # counts of what took no time here, and of all
+        self._first = self._done = 0  # work of an earlier process, and all work done
         self._began = self._last = time.monotonic()
         self._ended = threading.Event()
         self._live: Live | None = None
-        if Progress.quiet or os.environ.get("RANK", "0") != "0":
+        if ProgressReporter.quiet or os.environ.get("RANK", "0") != "0":
             self._ended.set()
             return
-        Progress._open.append(self)
-        console = Console(stderr=True)
+        ProgressReporter._open.append(self)
+        console = OutputConsole(stderr=True)
         terminal = sys.stderr.isatty() and not console.is_dumb_terminal
         if terminal or (console.is_jupyter and find_spec("ipywidgets") is not None):
-            # What is printed meanwhile appears above the bar; a file still gets it.
+            # Lines printed meanwhile appear above the bar, unless stdout is a file.
             printed = sys.stdout.isatty()
             self._live = Live(self, console=console, transient=True, redirect_stdout=printed)
             self._live.start(refresh=True)
@@ -122,22 +121,26 @@ class Progress(Generic[T]):
 
     def say(self, text: str) -> None:
         """Print a line on standard output, in place of the next line of progress."""
-        if not Progress.quiet:
+        if not ProgressReporter.quiet:
             print(text, flush=True)
             self._last = time.monotonic()
 
     def close(self) -> None:
-        """Stop to show progress."""
+        """Stop reporting."""
         if not self._ended.is_set():
             self._ended.set()
-            Progress._open.remove(self)
+            ProgressReporter._open.remove(self)
             if self._live is not None:
                 self._live.stop()
 
     def _speak(self) -> None:
-        """Print lines of progress whenever they are due."""
+        """Print lines of progress when they are due."""
         while not self._ended.wait(1.0):
-            if Progress._open and Progress._open[-1] is self and self.due(time.monotonic()):
+            if (
+                ProgressReporter._open
+                and ProgressReporter._open[-1] is self
+                and self.due(time.monotonic())
+            ):
                 print(self.line(time.monotonic()), file=sys.stderr, flush=True)
                 self._last = time.monotonic()
 
@@ -146,11 +149,8 @@ class Progress(Generic[T]):
         return now - self._last >= (LINE_S if now - self._began <= DENSE_S else SPARSE_S)
 
     def left_s(self, now: float | None = None) -> float | None:
-        """Return an estimate of the seconds left at the time `now`, None before any work is done.
-
-        It is by the average of the whole time, evaluations and the like included.
-        """
-        # What was done before the start (a resumed run) took none of the elapsed time.
+        """Return the seconds left at the mean speed so far; None before any work is done."""
+        # Work of an earlier process (a resumed run) took no part of the elapsed time.
         done = self._done - self._first
         if not self.total or done <= 0:
             return None
@@ -163,19 +163,19 @@ class Progress(Generic[T]):
         if self.total:
             of_total = f" of {self.total:,}"
             if (left_s := self.left_s(now)) is not None:
-                time_left = f", about {clock(left_s)} left"
+                time_left = f", about {duration_text(left_s)} left"
         detail = f" ({self._detail})" if self._detail else ""
         count = f"{self._done:,}{of_total} {self._unit}"
-        return f"{self._what}: {count} after {clock(elapsed)}{time_left}{detail}"
+        return f"{self._what}: {count} after {duration_text(elapsed)}{time_left}{detail}"
 
 
-def several(number: int, what: str) -> str:
-    """Return a number of things, such as `1 row`, `2 passes`."""
-    plural = "es" if what.endswith("s") else "s"
-    return f"{number:,} {what}{plural if number != 1 else ''}"
+def plural(number: int, what: str) -> str:
+    """Return a count with its noun, such as `1 row` or `2 passes`."""
+    ending = "es" if what.endswith("s") else "s"
+    return f"{number:,} {what}{ending if number != 1 else ''}"
 
 
-def clock(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """Return a duration as text, such as 45 s, 3 min 20 s or 2 h 5 min."""
     whole = round(max(seconds, 0))
     if whole < 60:

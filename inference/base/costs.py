@@ -1,7 +1,7 @@
-"""Costs and gains by arithmetic: GPUs by their data sheets, time of a pass, tokens of a round.
+"""Cost model: GPUs by their data sheets, the time of a pass, the tokens of a round.
 
-It is the one model that default trees, `tune`'s candidates, `simulate` and `data plan` ask. Nothing
-here imports torch.
+Default trees, `tune`'s candidates, `simulate` and `data plan` all use it. Nothing here imports
+torch.
 
 Symbols in formulas: a_k is the probability that the draft of position k is accepted, given that
 those before it were; K is the number of drafts in a chain; c is the time of a draft step over that
@@ -24,15 +24,16 @@ from .tree_settings import Ranks
 
 TARGET_BYTES = 2  # of a weight or state of a target in bfloat16
 CPU_BALANCE = 28.0
-"""Tokens of a pass whose multiplications take a CPU as long as reading the weights does.
+"""Tokens of a pass at which a CPU multiplies as long as it reads the weights.
 
-It is a core's FLOP/s * bytes of a weight / (2 * bytes/s): some 100 GFLOP/s and 7 GB/s of server
-processors with all cores busy, float32. Half or twice of it moves the best tree by a few nodes."""
+It is a core's FLOP/s * bytes of a weight / (2 * bytes/s): about 100 GFLOP/s and 7 GB/s on server
+processors with all cores busy, in float32. Half or twice the value moves the best tree by a few
+nodes."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """Peaks of a GPU by its data sheet, of which programs reach a part."""
+    """Peak figures of a GPU by its data sheet; programs reach a share of them."""
 
     tflops: float
     """Dense bf16 TFLOP/s."""
@@ -50,8 +51,8 @@ class Gpu:
         return bytes_ / (self.tb_s * 1e12 * share)
 
 
-# A name that is the beginning of another comes after it: `gpu_named` takes the first name that a
-# device's own name contains.
+# A name that is a prefix of another comes after it: `gpu_named` takes the first name that occurs in
+# a device's name.
 GPUS = {
     "B200": Gpu(2250, 8.0, 180), "H200": Gpu(989, 4.8, 141), "H100 PCIe": Gpu(756, 2.0, 80),
     "H100 NVL": Gpu(835, 3.9, 94), "H100": Gpu(989, 3.35, 80),
@@ -63,7 +64,7 @@ GPUS = {
 
 
 def known_gpu(name: str) -> str:
-    """Return the name in `GPUS` that a user means. Raises `UserError` if there is none."""
+    """Return the key of `GPUS` that a user means. Raises `UserError` for an unknown GPU."""
     name = choice_named(name, GPUS)
     if name not in GPUS:
         raise UserError(f"unknown GPU {name!r}; there are: {', '.join(GPUS)}")
@@ -77,7 +78,7 @@ def gpu_named(device: str) -> Gpu | None:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Dense target on a GPU, whose products and reads reach a share of the peaks."""
+    """Dense target on a GPU that reaches a share of its peak compute and bandwidth."""
 
     gpu: Gpu
     params: float
@@ -103,18 +104,17 @@ class Roofline:
     def free_tokens(self) -> float:
         """Tokens of a pass below which reading weights, not arithmetic, sets its time.
 
-        It is FLOP/s * bytes of a weight / (2 * bytes/s), for contexts so short that the cache does
-        not count.
+        It is FLOP/s * bytes of a weight / (2 * bytes/s), which neglects the cache.
         """
         flops = self.gpu.tflops * self.compute_share
         return flops * TARGET_BYTES / (2 * self.gpu.tb_s * self.bandwidth_share)
 
 
 def pass_cost(tokens: float, gpu: Gpu | None = None) -> float:
-    """Return the time of a forward pass over so many tokens, over that of one token.
+    """Return the time of a forward pass over `tokens` tokens, divided by that over one token.
 
-    A GPU reads and multiplies at the same time, so that the longer of both counts. On a CPU, which
-    None stands for, they add up: a core waits for what it multiplies.
+    A GPU reads and multiplies at the same time, so the longer of both counts. On a CPU (no `gpu`)
+    they add up: a core waits for the weights that it multiplies.
     """
     if gpu is None:
         return 1 + (tokens - 1) / CPU_BALANCE
@@ -129,8 +129,8 @@ def chain_tokens(acceptances: Sequence[float]) -> float:
 def tree_tokens(accuracies: Sequence[Sequence[float]], nodes: Sequence[Ranks]) -> float:
     """Return the expected tokens of a round with the tree `nodes`.
 
-    `accuracies[d][r]` is how often the candidate of rank r at depth d + 1 is right where those
-    before it are. A node's probability is the product along its path.
+    `accuracies[d][r]` is the probability that the candidate of rank r at depth d + 1 is right if
+    those before it are. A node's probability is the product along its path.
     """
     expected = 1.0
     for ranks in nodes:
@@ -138,23 +138,23 @@ def tree_tokens(accuracies: Sequence[Sequence[float]], nodes: Sequence[Ranks]) -
     return expected
 
 
-def stretched(acceptances: Sequence[float], length: int) -> list[float]:
-    """Return acceptances of `length` positions; those past the known ones are as the last one."""
+def extend_acceptances(acceptances: Sequence[float], length: int) -> list[float]:
+    """Return acceptances of `length` positions; the last known one is repeated."""
     known = list(acceptances[:length])
     return known + [acceptances[-1]] * (length - len(known))
 
 
 def speedup(tokens: float, drafting: float, verify_cost: float = 1.0) -> float:
-    """Return the speed-up of rounds that emit `tokens`, over plain decoding.
+    """Return the speed-up over plain decoding of rounds that emit `tokens`.
 
-    It is the tokens over the time of a round in plain steps: that of `drafting` and of one
-    verification (arXiv 2211.17192, theorem 3.8).
+    `drafting` and `verify_cost` are the times of both parts of a round in plain steps (arXiv
+    2211.17192, theorem 3.8).
     """
     return tokens / (drafting + verify_cost)
 
 
 @dataclass(frozen=True)
-class Best:
+class BestLength:
     """Chain length with the highest speed-up."""
 
     length: int
@@ -168,7 +168,7 @@ def best_length(
     draft_cost: float,
     longest: int,
     verify_costs: Sequence[float] = (),
-) -> Best:
+) -> BestLength:
     """Return the chain of at most `longest` drafts with the highest speed-up.
 
     `verify_costs[K]` is the time of verifying K drafts in plain steps; without it every
@@ -177,11 +177,11 @@ def best_length(
     gains = [1.0]  # of plain decoding
     for length in range(1, longest + 1):
         cost = verify_costs[length] if verify_costs else 1.0
-        tokens = chain_tokens(stretched(acceptances, length))
+        tokens = chain_tokens(extend_acceptances(acceptances, length))
         gains.append(speedup(tokens, length * draft_cost, cost))
     # `max` takes the first of equals, which is the shorter chain
     length = max(range(longest + 1), key=lambda k: gains[k])
-    return Best(length, gains[length])
+    return BestLength(length, gains[length])
 
 
 def break_even(acceptances: Sequence[float], length: int) -> float:
@@ -189,4 +189,4 @@ def break_even(acceptances: Sequence[float], length: int) -> float:
 
     This is (E[tokens] - 1) / K, where `speedup` with a verification of one plain step is 1.
     """
-    return (chain_tokens(stretched(acceptances, length)) - 1) / length
+    return (chain_tokens(extend_acceptances(acceptances, length)) - 1) / length

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 CONTEXT = 32
 LONGEST_CHARACTER = 4  # bytes, and so the most tokens over which a character can be spread
 INCOMPLETE = "\ufffd"
-"""Character that tokenizers write for bytes that are no character, or not yet."""
+"""Character that tokenizers write for bytes that do not form a character, or not yet."""
 BASE = "abcdef"  # text before a token whose own text is looked for
 
 
@@ -35,8 +35,8 @@ class StreamedText:
     def add(self, tokens: Sequence[int], last: bool = False, stopped: bool = True) -> str:
         """Return the text that has become final with `tokens`; with `last`, all that is left.
 
-        A stop string is cut off only where it is what ended the text (`stopped`): tokens that are
-        no text may be within it, and the text then goes on.
+        A stop string is cut off only if it ended the text (`stopped`): where hidden tokens
+        interrupt one, the text continues after it.
         """
         self._window.extend(tokens)
         self._undecided += len(tokens)
@@ -86,10 +86,10 @@ class StreamedText:
 
 
 class StopStrings:
-    """Stop strings, looked for in the bytes of a text's last tokens.
+    """Stop strings, searched for in the bytes of a text's last tokens.
 
-    The verdict is that of transformers' `StopStringCriteria`, which makes a table of all tokens for
-    each set of stop strings: that takes 30 ms a character at 150,000 tokens.
+    The result is that of transformers' `StopStringCriteria`, which builds a table of all tokens for
+    each set of stop strings: 30 ms per character with 150,000 tokens.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
@@ -111,20 +111,20 @@ class StopStrings:
             pieces.append(piece)
             needed -= len(piece)
         text = b"".join(reversed(pieces))
-        # one that ends before the last token has ended the text there, or belongs to the prompt
+        # A match that ends before the last token ended the text there, or belongs to the prompt.
         before = len(text) - len(last) + 1
         found = (text.find(stop, max(before - len(stop), 0)) for stop in self._stops)
         return bool(last) and any(place >= 0 for place in found)
 
     def _bytes_of(self, token: int) -> bytes:
-        """Return the bytes that a token adds to a text; none if the tokenizer does not have it."""
+        """Return the bytes that a token adds to a text; empty for an unknown token."""
         if token not in self._bytes:
             self._bytes[token] = _bytes_of(self._tokenizer, token)
         return self._bytes[token]
 
 
 _BYTES: WeakKeyDictionary[Any, dict[int, bytes]] = WeakKeyDictionary()
-"""Bytes of the tokens that were looked at, of each tokenizer."""
+"""Bytes of the tokens that were looked up, by tokenizer."""
 
 
 def _bytes_of(tokenizer: Any, token: int) -> bytes:

@@ -1,11 +1,13 @@
-"""Settings of every command that decodes: the target's location, and the choice of tokens."""
+"""Settings that commands share: servers, rows, the target, and sampling."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
@@ -41,8 +43,8 @@ OTHER_NAMES = {
     "n_predict": "max_new_tokens", "predict": "max_new_tokens", "n": "samples max_new_tokens",
     "num_return_sequences": "samples", "p": "prompt prompts",
 }  # fmt: skip
-"""Options of other tools by the last part of their names, and ours for the same, of which a command
-has the first that it knows."""
+"""Option names of other tools (their last part) and ours for the same setting; a command suggests
+the first of ours that it has."""
 
 
 def check_url(url: str | None, option: str) -> None:
@@ -52,12 +54,51 @@ def check_url(url: str | None, option: str) -> None:
     try:
         address = urlsplit(url)
         sound = address.scheme in ("http", "https") and bool(address.hostname) and address.port != 0
-    except ValueError:  # a port that is no number, or above 65535; an incomplete IPv6 address
+    except ValueError:  # a port that is not a number, or above 65535; an incomplete IPv6 address
         sound = False
     if not sound:
         raise UserError(
-            f"{option} {url!r} is no address of a server; write it as http://localhost:8000/v1"
+            f"{option} {url!r} is not the URL of a server; write it as http://localhost:8000/v1"
         )
+
+
+SERVER_KEY_VARIABLE = "DRAFTSMITH_SERVER_KEY"
+"""Environment variable with the API key for requests to servers, used if no file is named.
+
+A key comes from a file or the environment, since every user of a machine can read the arguments of
+a process."""
+
+
+def read_key(key: str | None, file: str | None, option: str) -> str | None:
+    """Return the key in `file`, which the user named with `option`, else `key`.
+
+    Raises `UserError` for a file that cannot be read and for a key that cannot be sent.
+    """
+    source = "the API key"
+    if file is not None:
+        source = f"{option} {file}"
+        try:
+            key = Path(file).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            raise UserError(f"cannot read {source}: {reason}; check the path") from error
+        if not key:
+            raise UserError(f"{source} is empty; write the key into it")
+    # A header of HTTP can carry neither control characters nor spaces at its ends.
+    if key and (key != key.strip() or not key.isprintable()):
+        raise UserError(f"{source} has spaces around it or characters that cannot be sent")
+    return key or None
+
+
+def headers_with_key(file: str | None = None, option: str = "") -> dict[str, str]:
+    """Return the header with the key in `file`, else in `SERVER_KEY_VARIABLE`; empty without a key.
+
+    `option` is the option that names `file`. Raises `UserError` as `read_key` does.
+    """
+    key = read_key(os.environ.get(SERVER_KEY_VARIABLE), file, option)
+    if key is not None and not key.isascii():
+        raise UserError("the API key has characters that cannot be sent")
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -84,7 +125,7 @@ OTHER_SPELLINGS = {"tensorrtllm": "trtllm", "huggingface": "hf", "transformers":
 
 
 def choice_named(word: str, choices: Iterable[Any]) -> Any:
-    """Return the one of `choices` that `word` means, whatever its case and signs; else the word.
+    """Return the one of `choices` that equals `word` but for case and punctuation, else the word.
 
     Examples: h100 and H-100 are H100, RTX4090 is RTX 4090, llama.cpp is llamacpp, tensorrt-llm is
     trtllm.
@@ -107,8 +148,7 @@ def check_dtype(name: str) -> str:
 
 
 BadRows = Literal["stop", "skip"]
-"""Treatment of a malformed row: stop the command with an error that names it, or skip the row with
-a warning."""
+"""Treatment of a malformed row: stop with an error that names it, or skip it with a warning."""
 
 
 @dataclass
@@ -215,7 +255,7 @@ class Sampling:
     min_p: float = 0.0
     """Keep the tokens that are at least this likely, relative to the likeliest one."""
     repetition_penalty: float | None = None
-    """Penalty of tokens that the text holds already (CTRL, arXiv 1909.05858); 1 is none. The
+    """Penalty for tokens that the text contains already (CTRL, arXiv 1909.05858); 1 is off. The
     target's own setting if not given."""
     seed: int = 0
     """Seed of all noise, together with a request's id and the number of the sample."""
@@ -232,7 +272,7 @@ class Sampling:
                 object.__setattr__(self, name, self._number(name))
         temperature, least, most = self.temperature, 1 / LARGEST_PENALTY, LARGEST_PENALTY
         penalty = 1.0 if self.repetition_penalty is None else self.repetition_penalty
-        # Truncation never removes the best token, which is all that greedy decoding takes.
+        # Truncation never removes the best token, the only one that greedy decoding takes.
         neutral = {"top_k": 0, "top_p": 1, "min_p": 0}
         truncates = [name for name, off in neutral.items() if getattr(self, name) != off]
         for holds, what in (
@@ -298,7 +338,7 @@ class Sampling:
 
     @cached_property
     def history_processor(self) -> Any | None:
-        """The processor that reads the text so far; None if there is no repetition penalty."""
+        """The processor of the repetition penalty, which reads the text so far, if there is one."""
         # The import takes seconds. `--help` reads this module and need not wait for it.
         from transformers import RepetitionPenaltyLogitsProcessor
 

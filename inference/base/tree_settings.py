@@ -1,4 +1,4 @@
-"""Settings of draft trees: how far and how wide a drafter drafts, whatever drafter it is."""
+"""Settings of draft trees that all drafters share: length, width and number of nodes."""
 
 from __future__ import annotations
 

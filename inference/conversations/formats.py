@@ -34,14 +34,14 @@ CUT_SHORT = (
 )  # fmt: skip
 """Reasons of servers for which a reply ends without an end token."""
 ENDED = ("", "stop", "eos", "end_turn", "tool_use", "tool_calls", "pause_turn", "refusal")
-"""Words for a reply that ended by itself, where others write a stop string, such as Anthropic's."""
+"""Values of `stop_reason` for a reply that ended by itself; other texts are a stop string."""
 SYSTEM_KEYS = ("system", "system_prompt")
 ANSWER_KEYS = ("answer", "response", "output")
 IGNORED = {
     "id", "question_id", "prompt_id", "conversation_id", "custom_id", "uuid", "category", "part",
     "last_part", "regenerated",
 }  # fmt: skip
-"""Keys of a row that say nothing of what is learned."""
+"""Keys of a row that do not affect what is learned."""
 END_KEYS = ("finish_reason", "stop_reason", "matched_stop")
 PLAIN_KEYS = (*LEARN_KEYS, *END_KEYS)
 CHAT_KEYS = (
@@ -85,7 +85,7 @@ class Conversation:
     """Keys of the row that are not read."""
 
     def with_arguments(self, template_kwargs: JsonObject) -> Conversation:
-        """Return it with arguments of the chat template for all rows, of which its own ones win."""
+        """Return it with further arguments of the chat template; its own take precedence."""
         return replace(self, template_kwargs={**template_kwargs, **self.template_kwargs})
 
     def path(self, index: int) -> tuple[str, str]:
@@ -95,9 +95,9 @@ class Conversation:
         return f"messages[{index}]", f"messages[{index}].content"
 
     def learns_nothing(self) -> bool:
-        """Return whether the row says that none of its replies is learned.
+        """Return True if the row excludes all of its replies from training.
 
-        Of plain text, index 0 stands for all of it.
+        In plain text, index 0 stands for all of it.
         """
         replies = {i for i, m in enumerate(self.messages or []) if m["role"] == "assistant"}
         return bool(self.not_learned) and replies <= self.not_learned
@@ -197,7 +197,7 @@ def _choice(response: Any, key: str) -> tuple[JsonObject | None, str]:
         return {"message": {"content": response.get("content")}, **response}, path
     choices = expect(response.get("choices") or [], list, f"{path}.choices")
     if not choices or not isinstance(choices[0], dict) or choices[0].get(key) is None:
-        raise RowError(f"{path}: there is no choices[0].{key}; leave the response out if it failed")
+        raise RowError(f"{path}: choices[0].{key} is missing; leave the response out if it failed")
     return choices[0], f"{path}.choices[0].{key}"
 
 
@@ -256,7 +256,7 @@ def _question(row: JsonObject, key: str) -> Conversation:
     question = expect(row[key], str, key)
     more = next((name for name in ("input", "context") if row.get(name)), None)
     if more is not None:
-        # one message of two fields, each of which is looked for
+        # One message of two fields. Each of them is searched for in the rendering.
         question = f"{question}\n{expect(row[more], str, more)}"
     read.add_text("user", question, key)
     answer = next((name for name in ANSWER_KEYS if row.get(name) is not None), None)
@@ -272,7 +272,7 @@ def _text(row: JsonObject, key: str) -> Conversation:
 def _plain(
     row: JsonObject, text: str, completion: str | None = None, ending: JsonObject | None = None
 ) -> Conversation:
-    """Return the conversation of plain text; `ending` has a server's reasons, if not the row."""
+    """Return a conversation of plain text; `ending`, or else `row`, has the reason of its end."""
     cut, end = _end_of(row if ending is None else ending)
     not_learned = frozenset(_not_learned(row, 1))
     return Conversation(
@@ -321,7 +321,7 @@ def conversation_of(row: Any) -> Conversation:
             for name, value in row.items()
             if value is not None and name != key and name not in others and name not in IGNORED
         }
-        # A weight of 2, or the loss of another model, says nothing of what is learned.
+        # A weight of 2, or the loss of another model, does not say what is learned.
         unread |= {
             name
             for name in LEARN_KEYS
@@ -330,7 +330,7 @@ def conversation_of(row: Any) -> Conversation:
         return replace(found, unread=frozenset(unread))
     keys = [*FORMATS][1:] + [*FORMATS][:1]  # that of tokens last
     raise RowError(
-        f"none of {', '.join(keys)} is there; rename the key that holds the text "
+        f"none of the keys {', '.join(keys)} is present; rename the key that holds the text "
         "(docs/data.md#logs-in-other-shapes)"
     )
 
@@ -342,13 +342,13 @@ def _chat(
     within: str = "",
     ending: JsonObject | None = None,
 ) -> Conversation:
-    """Return the conversation of the messages `read`, with what else a chat row may have.
+    """Return the conversation of the messages `read`, with the other fields of a chat row.
 
-    `holder` has the tools and arguments, as the field `within`, and `ending` a server's reasons, if
-    not the row itself. Raises `RowError`.
+    The tools and arguments are in `holder`, which is the field `within`, and the reason of the
+    reply's end in `ending`; both default to the row itself. Raises `RowError`.
     """
     holder, prefix = holder or row, f"{within}." if within else ""
-    # Before a system prompt of a field of its own comes first: a list counts the messages given.
+    # Done before a separate system prompt is inserted: lists have an item for each given message.
     read.not_learned |= _not_learned(row, len(read.messages))
     for key in SYSTEM_KEYS:
         if holder.get(key) is not None:
@@ -374,7 +374,7 @@ def _chat(
 
 
 def _not_learned(row: JsonObject, messages: int) -> set[int]:
-    """Return the indices of the messages that keys of the row itself leave to the context.
+    """Return the indices of the messages that keys of the row exclude from training.
 
     Raises `RowError`.
     """
@@ -391,9 +391,9 @@ def _not_learned(row: JsonObject, messages: int) -> set[int]:
 
 
 def _end_of(holder: JsonObject) -> tuple[bool, int | None]:
-    """Return whether a reply was cut before its end token, and the token that ended it, if named.
+    """Return True if a reply was cut before its end token, and the token that ended it, if known.
 
-    `holder` has a server's reasons: vLLM's `stop_reason` and SGLang's `matched_stop` are a stop
+    `holder` has a server's reason: vLLM's `stop_reason` and SGLang's `matched_stop` are a stop
     string or the id of a token. Raises `RowError`.
     """
     cut = holder.get("finish_reason") in CUT_SHORT

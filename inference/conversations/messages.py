@@ -1,4 +1,4 @@
-"""The normal form of messages, as servers make it of a request before a chat template sees it.
+"""Normal form of messages, into which servers bring a request before they render it.
 
 A message is `{"role", "content"}`, and may have `tool_calls` in OpenAI's form. Nulls are dropped at
 every depth, because a table (parquet) fills absent keys with them; an empty `tool_calls` is dropped
@@ -34,7 +34,7 @@ LEARN_KEYS = ("weight", "train", "training", "loss", "loss_mask")
 """Keys of a message that say whether a reply is learned, as axolotl, OpenAI, TRL and LlamaFactory
 name them: 0 or false for a reply that is context only."""
 IGNORED = ("id", "index", "object", "created", "timestamp", "type")
-"""Keys of a message that say nothing of its text, and are not named as unread."""
+"""Keys of a message that do not affect its text and are not reported as ignored."""
 TYPE_NAMES = {
     str: "a text", bool: "true or false", int: "a number", float: "a number", list: "a list",
     dict: "an object", type(None): "null",
@@ -43,7 +43,7 @@ TYPE_NAMES = {
 
 @dataclass
 class ReadMessages:
-    """Messages in their normal form, and what their row says besides their text."""
+    """Messages in their normal form, their names in the row, and the replies not to learn."""
 
     messages: list[JsonObject] = field(default_factory=list)
     paths: list[tuple[str, str]] = field(default_factory=list)
@@ -76,7 +76,7 @@ class ReadMessages:
         self.paths.append((path, path))
 
     def put_system(self, value: Any, path: str) -> None:
-        """Put the system prompt of a field of its own before the messages.
+        """Put the system prompt of a separate field before the messages.
 
         Raises `RowError` for a row with another system prompt in its messages.
         """
@@ -144,18 +144,20 @@ def reasoning_of(message: JsonObject) -> tuple[str, str]:
 
 
 def tools_of(value: Any, path: str) -> list[JsonObject] | None:
-    """Return tools in OpenAI's form; None if there are none.
+    """Return tools in OpenAI's form; None for an empty list.
 
-    They may be a JSON text, and functions alone, as LlamaFactory and Anthropic write them. Raises
-    `RowError`.
+    `value` may be JSON text, and its tools bare functions, as in LlamaFactory and Anthropic's API.
+    Raises `RowError`.
     """
     tools = expect(from_json(value, path), list, path)
     return [_plain_tool(tool, f"{path}[{number}]") for number, tool in enumerate(tools)] or None
 
 
 def joined(content: Any, path: str) -> str:
-    """Return a content in text parts as one text, its parts on lines of their own, as vLLM and
-    llama.cpp join them. Raises `RowError` for anything else."""
+    """Return a content in text parts as one text, joined by line breaks as in vLLM and llama.cpp.
+
+    Raises `RowError` for anything else.
+    """
     if isinstance(content, str):
         return content
     parts = [_text_part(part, f"{path}[{i}]") for i, part in enumerate(expect(content, list, path))]
@@ -183,14 +185,14 @@ def check_text(value: Any) -> None:
 def parsed(text: str) -> Any:
     """Return the value of a JSON text. Raises `RowError`.
 
-    Numbers have to be finite, and texts such that they can be written as UTF-8 again.
+    Numbers must be finite, and texts must be encodable as UTF-8.
     """
     try:
         value = json.loads(text, parse_constant=no_constant)
     except (ValueError, RecursionError) as error:
         raise RowError(f"not valid JSON: {str(error).partition(';')[0]}") from error
     # Only an escape such as \ud83d can bring half of a surrogate pair into a text, so other rows
-    # need not be encoded to find out.
+    # need not be checked.
     if "\\u" in text:
         check_text(value)
     return value
@@ -211,8 +213,8 @@ def _of_speaker(message: JsonObject, path: str) -> JsonObject:
     speaker, value = message.pop("from"), message.pop("value", None)
     if speaker not in SPEAKERS:
         raise RowError(
-            f"{path}.from is {speaker!r}, which is none of {', '.join(SPEAKERS)}; rename it to "
-            "gpt if it is the model"
+            f"{path}.from is {speaker!r}, not one of {', '.join(SPEAKERS)}; rename it to gpt if "
+            "it is the model"
         )
     message["role"] = SPEAKERS[speaker]
     if speaker != "function_call":
@@ -222,7 +224,7 @@ def _of_speaker(message: JsonObject, path: str) -> JsonObject:
 
 
 def _learned(message: JsonObject, path: str) -> bool:
-    """Return whether a reply is learned, and remove the keys that say so. Raises `RowError`."""
+    """Remove the keys in `LEARN_KEYS`; return True if the reply is learned. Raises `RowError`."""
     learned = True
     for key in LEARN_KEYS:
         if key in message:
@@ -236,7 +238,7 @@ def _learned(message: JsonObject, path: str) -> bool:
 def _plain_content(message: JsonObject, path: str) -> str | list[JsonObject]:
     """Return the content of a message as a text or as text parts.
 
-    Thoughts that are parts of their own become the message's reasoning.
+    Separate parts with thoughts become the message's reasoning.
     """
     content, path = message["content"], f"{path}.content"
     if isinstance(content, str):

@@ -1,4 +1,4 @@
-"""Prompts: read from sources, from lines of words, and made of the later turns of conversations."""
+"""Prompts from sources and from lines of text, and the prompts of later turns."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
-from ..base.settings import BadRows, RowSource
-from .choice import Units, alternately, described
+from ..base.settings import BadRows, RowSource, TargetConfig
+from ..targets.target_files import base_and_adapter, check_config, read_tokenizer
 from .formats import Conversation, conversation_of
 from .messages import RowError
 from .rendering import prompt_ids
-from .rows import GivenRows, LeftOut, Notes, parsed
+from .rows import InMemoryRows, MalformedRows, SourceNotes, parsed
+from .selection import Units, balanced_order, describe_groups
 from .sources import (
     KINDS,
     benchmark_of,
@@ -47,12 +48,19 @@ class Prompt:
     later: list[str] = field(default_factory=list)
     """Further turns of the user (Spec-Bench, MT-Bench)."""
     unit: int = 0
-    """Place of the first prompt of the same unit (`choice.Units`): together they are one
+    """Place of the first prompt of the same unit (`selection.Units`): together they are one
     observation of an interval."""
 
 
+def tokenizer_of(config: TargetConfig) -> Any:
+    """Return the tokenizer of a target without loading its weights. Raises `UserError`."""
+    path, _ = base_and_adapter(config)
+    check_config(path, config.trust_remote_code)
+    return read_tokenizer(path, config.trust_remote_code)
+
+
 def read_prompts(
-    path: str | Path | RowSource | GivenRows,
+    path: str | Path | RowSource | InMemoryRows,
     tokenizer: Any,
     target_name: str,
     limit: int | None = None,
@@ -61,14 +69,14 @@ def read_prompts(
 ) -> list[Prompt]:
     """Read the prompts of any source of `words_or_rows`, at most `limit`.
 
-    With a limit they are drawn evenly over the categories (`choice.alternately`), and stay in the
-    order of the file. `target_name` is the target's name in messages, `template_kwargs` are
-    arguments of its chat template, of which those of a row win. Raises `UserError` if there are no
-    prompts, and for a malformed row of the file, drawn or not, unless `bad_rows` is skip.
+    With a limit they are drawn evenly over the categories (`selection.balanced_order`), and stay in
+    the order of the file. `target_name` is the target's name in messages; `template_kwargs` are
+    arguments of its chat template, over which a row's own take precedence. Raises `UserError` for
+    a source without prompts, and for a malformed row, drawn or not, unless `bad_rows` is skip.
     """
     chat = bool(getattr(tokenizer, "chat_template", None))
-    plain, left_out, units = 0, LeftOut(str(path), bad_rows), Units()
-    notes = Notes()
+    plain, left_out, units = 0, MalformedRows(str(path), bad_rows), Units()
+    notes = SourceNotes()
     rows: list[tuple[str, JsonObject, Conversation]] = []
     for name, raw in words_or_rows(str(path) if isinstance(path, Path) else path):
         if isinstance(raw, str):
@@ -83,7 +91,7 @@ def read_prompts(
     categories = [str(raw.get("category") or "") for _, raw, _ in rows]
     order: Sequence[int] = range(len(rows))
     if limit is not None:
-        order = alternately([(category,) for category in categories], of_units)
+        order = balanced_order([(category,) for category in categories], of_units)
     found: dict[int, Prompt] = {}
     for index in order:
         if limit is not None and len(found) == limit:
@@ -112,7 +120,7 @@ def read_prompts(
         raise UserError(f"{path} holds no prompts{why}; give at least one row")
     if limit is not None and len(prompts) == limit < len(rows):
         groups = [(prompt.category,) for prompt in prompts]
-        log.info("%d of the %d rows of %s: %s", limit, len(rows), path, described(groups))
+        log.info("%d of the %d rows of %s: %s", limit, len(rows), path, describe_groups(groups))
     warn_of_plain_text(plain, tokenizer, str(path))
     notes.report(str(path))
     return prompts
@@ -166,7 +174,7 @@ def next_turn(
     try:
         ids = prompt_ids(conversation, tokenizer, name)
     except RowError as error:
-        # It is about the reply, which the template cannot carry.
+        # The template cannot render the reply.
         log.warning("%s: the next turn is left out: %s", prompt.id, error)
         return None
     if len(ids) > room:
@@ -192,7 +200,7 @@ def _is_text(source: RowSource) -> bool:
     return path.is_file() and not path.name.endswith(KINDS)
 
 
-def words_or_rows(source: str | RowSource | GivenRows) -> Iterator[tuple[str, Any]]:
+def words_or_rows(source: str | RowSource | InMemoryRows) -> Iterator[tuple[str, Any]]:
     """Yield the name of every prompt of a source, with the user's words or a row.
 
     `-` is standard input, line by line as it comes. A line of it, or of a text file, is a JSON row
@@ -200,7 +208,7 @@ def words_or_rows(source: str | RowSource | GivenRows) -> Iterator[tuple[str, An
     are benchmarks, and those of `sources.rows_of`. A line that is not JSON is a `RowError`. Raises
     `UserError`.
     """
-    if isinstance(source, GivenRows):
+    if isinstance(source, InMemoryRows):
         yield from source
         return
     source = source_of(source)

@@ -1,7 +1,7 @@
-"""Conversations as the target's chat template renders them, checked against what their rows say.
+"""Conversations as the target's chat template renders them, checked against their rows.
 
-Training, `data regenerate`, evaluation, the server and Python all go through `Rendering`, so that
-what one of them refuses all of them refuse.
+Training, `data regenerate`, evaluation, the server and the Python API all use `Rendering`, so that
+they refuse the same rows.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any
 from ...heads.files import JsonObject
 from .formats import Conversation
 from .messages import IGNORED, REASONING_KEYS, RowError, reasoning_of
-from .rows import Notes
-from .said import (
+from .row_texts import (
     REASONING_BEGINS,
     REASONING_ENDS,
     Passage,
-    Said,
-    Texts,
-    missing,
-    said_by,
-    said_by_tools,
+    RowText,
+    TextGroup,
+    count_occurrences,
+    missing_text_error,
     split_reasoning,
-    times,
+    texts_of_message,
+    texts_of_tools,
 )
+from .rows import SourceNotes
 from .templates import ChatTemplate, plain_ids, refuse_rendered
 
 READ = {"role", "content", "tool_calls", "tool_call_id", *REASONING_KEYS, *IGNORED}
-"""Keys of a message that need not be looked for, besides its texts."""
+"""Keys of a message that are never reported as ignored."""
 REWRITTEN = "the chat template leaves out the reasoning of earlier turns, as in decoding"
 
 
@@ -43,30 +43,34 @@ class AssistantTurn:
     full: str
     """The conversation up to the end of the turn, as the template writes it."""
     text: str
-    """The same without what the target did not write: the empty block that the template puts before
-    a reply without reasoning, and what comes after a cut."""
+    """`full` without the empty block that the template writes before a reply without reasoning,
+    and without what follows a cut: the target wrote neither."""
     start: int
-    """Beginning of what the target wrote, in characters."""
-    said: int
+    """Position in characters at which the target's own text begins."""
+    texts_end: int
     """End of the last text of the message."""
     cut: bool
     following: str = ""
-    """Text that the template writes after the turn where the conversation goes on."""
+    """Text that the template writes after the turn if the conversation continues."""
 
 
 class Rendering:
     """A conversation of messages with the chat template that renders it."""
 
     def __init__(
-        self, conversation: Conversation, tokenizer: Any, name: str, notes: Notes | None = None
+        self,
+        conversation: Conversation,
+        tokenizer: Any,
+        name: str,
+        notes: SourceNotes | None = None,
     ) -> None:
-        """`name` is the target's name in messages; `notes` get what is said once about a source.
+        """`name` is the target's name in messages; `notes` collects remarks about a source.
 
         Raises `UserError` for a target without a chat template, and `RowError`.
         """
         assert conversation.messages is not None
         self._conversation = conversation
-        self._notes = notes or Notes()
+        self._notes = notes or SourceNotes()
         self.template = ChatTemplate.of(tokenizer, name, conversation.template_kwargs)
         self._messages = self.template.prepared(conversation.messages)
         self._names = [conversation.path(index) for index in range(len(self._messages))]
@@ -81,25 +85,25 @@ class Rendering:
         while count and self._messages[count - 1]["role"] == "assistant":
             count -= 1
         if not count:
-            raise RowError("there is no message before the assistant's")
+            raise RowError("no message comes before the assistant's")
         text = self._text(count, True)
-        passage, tools = Passage(text, 0), said_by_tools(self._conversation.tools)
+        passage, tools = Passage(text, 0), texts_of_tools(self._conversation.tools)
         if self._missing(passage, 0, count) or passage.place(tools, anywhere=True):
-            # A template may move a text (the system prompt to the last question, for example), so
-            # that each has to be found where its message is the last.
+            # A template may move a text, such as the system prompt to the last question. So each
+            # text is searched for in the prompt in which its message is the last one.
             self._messages, self._names = self._messages[:count], self._names[:count]
             for _ in self.turns():
                 pass
         return text
 
     def turns(self) -> Iterator[AssistantTurn]:
-        """Yield the turns of the assistant that answer something; errors as of `prompt`.
+        """Yield the turns of the assistant that answer a message. Raises the errors of `prompt`.
 
         Messages after the last of them are checked too.
         """
         turn, asked = None, 0
         for index, message in enumerate(self._messages):
-            # A greeting that is before everything answers no prompt.
+            # A greeting before all other messages does not answer a prompt.
             if message["role"] != "assistant" or index == 0:
                 continue
             prompt = self._text(index, True)
@@ -117,48 +121,48 @@ class Rendering:
         messages, tools = self._messages[:count], self._conversation.tools
         try:
             return self.template.text(messages, tools, for_reply)
-        # A template is a program of somebody else's and may raise anything.
+        # A template is third-party code and may raise anything.
         except Exception as error:
             raise self.template.refusal(
                 messages, tools, for_reply, self._names[:count], error
             ) from error
 
-    def _said(self, index: int) -> list[Any]:
-        """Return the texts of a message: its own, and calls in the form that the template takes."""
+    def _texts_of(self, index: int) -> list[Any]:
+        """Return the texts of a message, with its calls in the form that the template accepts."""
         assert self._conversation.messages is not None
         message = self._conversation.messages[index]
         if "tool_calls" in message:
             message = {**message, "tool_calls": self._messages[index]["tool_calls"]}
-        return said_by(message, *self._names[index])
+        return texts_of_message(message, *self._names[index])
 
-    def _missing(self, passage: Passage, first: int, past: int) -> Said | None:
-        """Find the texts of the messages from `first` to `past`; return one that is missing.
+    def _missing(self, passage: Passage, first: int, past: int) -> RowText | None:
+        """Locate the texts of the messages from `first` to `past`; return one that is missing.
 
-        Reasoning is not looked for: templates drop that of earlier turns, and of a greeting.
+        Reasoning is ignored: templates drop that of earlier turns, and of a greeting.
         """
         for index in range(first, past):
-            for group in self._said(index):
-                if not group.reasoning and (said := passage.place(group)) is not None:
-                    return said
+            for group in self._texts_of(index):
+                if not group.reasoning and (row_text := passage.place(group)) is not None:
+                    return row_text
             self._note_unread(index, passage.text)
         return None
 
     def _check_asked(self, first: int, past: int, turn: AssistantTurn | None, prompt: str) -> None:
         """Raise `RowError` unless `prompt` holds the messages from `first` to `past`.
 
-        `turn` is the reply before them, which learns what follows it.
+        Also sets `following` of `turn`, the reply before them.
         """
         before = "" if turn is None else turn.full
         passage = Passage(prompt, common(before, prompt))
         if turn is not None and passage.start == len(before):
             turn.following = prompt[len(before) :]
-        if (said := self._missing(passage, first, past)) is not None:
-            raise missing(said)
+        if (row_text := self._missing(passage, first, past)) is not None:
+            raise missing_text_error(row_text)
         if first == 0:
             passage.start = 0
-            tools = said_by_tools(self._conversation.tools)
-            if (said := passage.place(tools, anywhere=True)) is not None:
-                raise missing(said)
+            tools = texts_of_tools(self._conversation.tools)
+            if (row_text := passage.place(tools, anywhere=True)) is not None:
+                raise missing_text_error(row_text)
 
     def _turn(self, index: int, prompt: str) -> AssistantTurn:
         """Return the turn of a message, which answers `prompt`. Raises `RowError`."""
@@ -175,12 +179,12 @@ class Rendering:
         else:
             full, start = self._full(index, prompt)
         written, begin = full, common(prompt, full) if start is None else start
-        groups = self._said(index)
+        groups = self._texts_of(index)
         if not any(group.reasoning for group in groups) and REASONING_ENDS not in content:
             blocks = (self.template.empty_reasoning, REASONING_BEGINS + REASONING_ENDS)
             after = max(after_block(full, begin, block) for block in blocks)
-            # The template's own, which the target did not write. If the prompt opens the reasoning,
-            # the reply comes after its end all the same, as context.
+            # The template wrote it, not the target. If the prompt opens the reasoning, the reply
+            # still comes after the end of it, which is context.
             written, begin = (full, after) if opened else (full[:begin] + full[after:], begin)
         passage = Passage(written, begin)
         _place_all(passage, groups)
@@ -202,12 +206,12 @@ class Rendering:
         return AssistantTurn(index, full, written[:end] if cut else written, begin, end, cut)
 
     def _full(self, index: int, prompt: str) -> tuple[str, int | None]:
-        """Return the conversation through the reply that answers `prompt`, and where that begins.
+        """Return the conversation up to the reply to `prompt`, and the position of that reply.
 
-        None if the rendering does not tell where.
+        The position is None if the rendering does not show it.
         """
         full = self._text(index + 1, False)
-        # The prompt ends with the mark of the assistant's role, so the span is the turn alone.
+        # The prompt ends with the marker of the assistant's role, so the rest is the turn alone.
         start = len(prompt) if full.startswith(prompt) else None
         if start is None and (tail := self._tail(index, prompt, full)):
             return prompt + tail, len(prompt)
@@ -230,21 +234,21 @@ class Rendering:
             return ""
         past = common(full, full_of_other)
         start = full.rfind(header, 0, past) if header.strip() else -1
-        # The header of an earlier reply would not have the message before it that is answered.
-        asked = [said for group in self._said(index - 1) for said in group.texts]
+        # Before the header of an earlier reply the message that is answered would be missing.
+        asked = [row_text for group in self._texts_of(index - 1) for row_text in group.texts]
         last = asked[-1] if asked else None
-        if start < 0 or not isinstance(last, Said):
+        if start < 0 or not isinstance(last, RowText):
             return ""
-        found = 0 < times(last, prompt) <= times(last, full[:start])
+        found = 0 < count_occurrences(last, prompt) <= count_occurrences(last, full[:start])
         return full[start + len(header) :] if found else ""
 
     def _note_unread(self, index: int, text: str) -> None:
-        """Note the keys of a message that the template does not read, by its rendering `text`."""
+        """Note the keys of a message that the template ignores, by its rendering `text`."""
         message = self._messages[index]
         for key in message.keys() - READ:
             value = message[key]
             if value not in text if isinstance(value, str) else not self.template.reads(key):
-                self._notes.not_read([f"{key} of messages of the {message['role']}"])
+                self._notes.add_unread_keys([f"{key} of messages of the {message['role']}"])
 
     def note_rewritten(self) -> None:
         """Note that the template leaves out reasoning of earlier turns, if these have some."""
@@ -252,22 +256,22 @@ class Rendering:
             content = message.get("content")
             thought = split_reasoning(content)[0] if isinstance(content, str) else ""
             if reasoning_of(message)[0] or thought.strip():
-                self._notes.remark(REWRITTEN)
+                self._notes.add_remark(REWRITTEN)
                 return
 
 
 def prompt_ids(
-    conversation: Conversation, tokenizer: Any, name: str, notes: Notes | None = None
+    conversation: Conversation, tokenizer: Any, name: str, notes: SourceNotes | None = None
 ) -> list[int]:
     """Return the token ids of the prompt of a conversation: everything before its last reply.
 
     Messages are rendered by the chat template, up to the beginning of a reply; exact tokens are
     taken up to the first span that the target wrote. `name` is the target's name in messages;
-    `notes` get what is said once about a source. Raises `UserError` if messages meet a target
-    without a chat template, and `RowError`.
+    `notes` collects remarks about a source. Raises `UserError` for messages if the target has no
+    chat template, and `RowError`.
     """
     if notes is not None:
-        notes.not_read(conversation.unread)
+        notes.add_unread_keys(conversation.unread)
     if conversation.token_ids is not None:
         first = min(
             (start for start, _ in conversation.response_spans), default=len(conversation.token_ids)
@@ -283,7 +287,7 @@ def prompt_ids(
 
 
 def common(one: str, other: str) -> int:
-    """Return how many characters two texts have in common from their beginning on."""
+    """Return the length of the longest common prefix of two texts."""
     if other.startswith(one):
         return len(one)
     low, high = 0, min(len(one), len(other))
@@ -294,9 +298,9 @@ def common(one: str, other: str) -> int:
 
 
 def after_block(text: str, start: int, block: str) -> int:
-    """Return where `text` goes on after a `block` and the white space around it.
+    """Return the position in `text` after a `block` and the white space around it.
 
-    `block` is without white space. Returns `start` if the block is not there.
+    `block` is without white space. Returns `start` if the block does not follow there.
     """
     spaced = r"\s*".join(["", *map(re.escape, block), ""])
     found = re.compile(spaced).match(text, start) if block else None
@@ -304,7 +308,7 @@ def after_block(text: str, start: int, block: str) -> int:
 
 
 def _ends_in_reasoning(message: JsonObject, opened: bool) -> bool:
-    """Return whether a reply has reasoning and nothing after it.
+    """Return True if a reply has reasoning and nothing after it.
 
     `opened`: the prompt opens the reasoning, and the reply was cut.
     """
@@ -319,24 +323,24 @@ def _ends_in_reasoning(message: JsonObject, opened: bool) -> bool:
     return not rest.strip() and bool(thought.strip() or reasoning)
 
 
-def _place_all(passage: Passage, groups: list[Texts]) -> None:
+def _place_all(passage: Passage, groups: list[TextGroup]) -> None:
     """Find all texts of a reply. Raises `RowError` for the first one that is missing."""
     for group in groups:
         # Some templates write the calls of a reply before its content.
-        if passage.place(group) is None or (said := passage.place(group, True)) is None:
+        if passage.place(group) is None or (row_text := passage.place(group, True)) is None:
             continue
         if group.reasoning:
             raise RowError(
-                f"{said.field}: the chat template leaves out the reasoning of a reply, which would "
-                "be learned as if the target wrote it without; rows of draftsmith data regenerate "
-                "are exact"
+                f"{row_text.field}: the chat template leaves out the reasoning of a reply, which "
+                "would be learned as if the target wrote it without; rows of draftsmith data "
+                "regenerate are exact"
             )
-        raise missing(said)
+        raise missing_text_error(row_text)
 
 
-def _trailing_space(group: Texts, rest: str) -> str:
+def _trailing_space(group: TextGroup, rest: str) -> str:
     """Return the white space at the end of the last text of a group, if `rest` begins with it."""
     last = group.texts[-1]
-    text = last.text if isinstance(last, Said) else ""
+    text = last.text if isinstance(last, RowText) else ""
     space = text[len(text.rstrip()) :]
     return space if rest.startswith(space) else ""

@@ -1,4 +1,4 @@
-"""Rows of JSON files and of Python, malformed ones, and what is noted about them once."""
+"""Rows from JSON files and from Python, malformed rows, and remarks about a source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import msgspec
 
 from ...heads.errors import UserError
 from ...heads.files import checksum, whole_file
-from ..base.console import several
+from ..base.console import plural
 from ..base.settings import BadRows
 from .messages import RowError, check_text, parsed
 
@@ -29,7 +29,7 @@ SHARES = "share-*.jsonl"
 last line unfinished, and the others never change its file."""
 
 
-class LeftOut:
+class MalformedRows:
     """Malformed rows of a source: the first ends the command, or each is left out with a warning.
 
     `count` is the number of rows left out, `first` the name and the error of the first one.
@@ -54,26 +54,26 @@ class LeftOut:
             log.warning("%s: row %s is left out: %s", self._source, name, error)
 
 
-class Notes:
+class SourceNotes:
     """Keys that are not read, and remarks, each of which is reported once for a source."""
 
     def __init__(self) -> None:
         self._unread: dict[str, None] = {}
         self._remarks: Counter[str] = Counter()
 
-    def not_read(self, names: Iterable[str]) -> None:
-        """Note the names of keys that nothing reads."""
+    def add_unread_keys(self, names: Iterable[str]) -> None:
+        """Add the names of keys that are ignored."""
         self._unread.update(dict.fromkeys(sorted(names)))
 
-    def remark(self, remark: str) -> None:
-        """Note a remark about one more row."""
+    def add_remark(self, remark: str) -> None:
+        """Count a remark for one more row."""
         self._remarks[remark] += 1
 
     def lines(self) -> list[str]:
-        """Return the notes as sentences, with the number of rows that each remark is about."""
+        """Return the notes as sentences, with the number of rows of each remark."""
         lines = [f"ignored keys: {', '.join(self._unread)}"] if self._unread else []
         remarks = self._remarks.items()
-        return lines + [f"{remark} ({several(count, 'row')})" for remark, count in remarks]
+        return lines + [f"{remark} ({plural(count, 'row')})" for remark, count in remarks]
 
     def report(self, source: str) -> None:
         """Log the notes about a source."""
@@ -132,8 +132,8 @@ def _rows_of_text(text: str, path: Path) -> Iterator[tuple[int, Any]]:
 
 
 @dataclass(frozen=True)
-class GivenRows:
-    """Rows that were given as objects. Those of a list are named after it: `data[3]`."""
+class InMemoryRows:
+    """Rows given as Python objects, named after the argument: `data[3]`."""
 
     name: str
     rows: Iterable[Any]
@@ -150,12 +150,12 @@ class GivenRows:
             yield f"{self.name}[{number}]", row
 
 
-def given_rows(given: Any, name: str) -> GivenRows:
+def rows_in_memory(given: Any, name: str) -> InMemoryRows:
     """Return rows, or prompts as texts, that a list or a data set of `datasets` holds.
 
     `name` is that of the argument, for messages. Raises `UserError` for objects of other types.
     """
-    # What is not imported has made none of the objects.
+    # If the package was not imported, no object can be one of its tables.
     datasets = sys.modules.get("datasets")
     tables = (datasets.Dataset, datasets.IterableDataset) if datasets else ()
     if not isinstance(given, (list, tuple, *tables)):
@@ -163,11 +163,11 @@ def given_rows(given: Any, name: str) -> GivenRows:
             f"{name} is a path, a list of rows, or a Dataset of the package datasets, not "
             f'{type(given).__name__}; use df.to_dict("records"), or one split of a DatasetDict'
         )
-    return GivenRows(name, given)
+    return InMemoryRows(name, given)
 
 
-def write_rows(given: GivenRows, path: Path) -> None:
-    """Write rows to a JSONL file, whole or not at all; one that is equal keeps its time.
+def write_rows(given: InMemoryRows, path: Path) -> None:
+    """Write rows to a JSONL file, whole or not at all; an equal file keeps its modification time.
 
     Raises `UserError`, also for a row that JSON cannot hold.
     """
@@ -183,11 +183,11 @@ def write_rows(given: GivenRows, path: Path) -> None:
                 raise UserError(
                     f"{name} holds more than texts, numbers, lists and dicts; convert it"
                 ) from error
-    # By its time the tables that were made of it are known to be up to date.
+    # Tables that were made from the file compare its time to see whether they are up to date.
     if before is not None and checksum(path) == before[0]:
         os.utime(path, ns=(before[1].st_atime_ns, before[1].st_mtime_ns))
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that JSON has no form for as one that it has: an array as a list."""
+    """Return a mapping as a dict and an array as a list."""
     return dict(value) if isinstance(value, Mapping) else value.tolist()

@@ -19,7 +19,7 @@ from ...heads.errors import UserError, first_line
 from ...heads.files import write_failure
 from ..base.settings import RowSource
 from .messages import RowError
-from .rows import GivenRows, parsed, read_json_rows
+from .rows import InMemoryRows, parsed, read_json_rows
 
 log = logging.getLogger(__name__)
 
@@ -29,16 +29,16 @@ METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "sta
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 """Names of data sets on the hub."""
 RAW = "https://raw.githubusercontent.com"
-GZIP = b"\x1f\x8b"  # first bytes of what is compressed
+GZIP = b"\x1f\x8b"  # first bytes of a gzip file
 
 
-def rows_of(source: str | RowSource | GivenRows) -> Iterator[tuple[str, Any]]:
+def rows_of(source: str | RowSource | InMemoryRows) -> Iterator[tuple[str, Any]]:
     """Yield the name and the value of every row of a source.
 
     A source is a JSON, JSONL or parquet file, a folder of them, a data set on the hub, or rows from
     Python. Raises `UserError`.
     """
-    if isinstance(source, GivenRows):
+    if isinstance(source, InMemoryRows):
         yield from source
         return
     files = source_files(source)
@@ -53,7 +53,7 @@ def rows_of(source: str | RowSource | GivenRows) -> Iterator[tuple[str, Any]]:
 
 
 def source_of(source: str | RowSource) -> RowSource:
-    """Return a source that may be named by its path alone."""
+    """Return `source`, which may be a path alone, as a `RowSource`."""
     return source if isinstance(source, RowSource) else RowSource(source)
 
 
@@ -172,7 +172,7 @@ def hub_rows(source: RowSource) -> Iterator[tuple[str, Any]]:
 def _check_builder(source: RowSource, builder: Any) -> None:
     """Raise `UserError` for a data set without the source's revision or split.
 
-    `builder` is what reads it; nothing but its list of files is downloaded yet.
+    `builder` reads it; only its list of files has been downloaded.
     """
     # Without the network the package takes the last copy that it has, of any revision.
     if source.revision is not None and not builder.config.data_files:
@@ -180,7 +180,7 @@ def _check_builder(source: RowSource, builder: Any) -> None:
             f"data set {source}: the hub cannot be reached for its revision {source.revision}; "
             f"check the network, or leave out {option('revision')} to read the copy that is here"
         )
-    # Without the network there is no list of files, but of splits. A slice is train[:100].
+    # Without the network the files are unknown, but not the splits. A slice is train[:100].
     names = [*map(str, builder.config.data_files or builder.info.splits or ())]
     if names and re.fullmatch(r"[\w.-]+", source.split) and source.split not in names:
         raise UserError(
@@ -190,34 +190,34 @@ def _check_builder(source: RowSource, builder: Any) -> None:
 
 
 def _refusal(source: RowSource, error: Exception) -> UserError:
-    """Return what is wrong, and what to do, for an error of the package datasets."""
+    """Return the `UserError` for an error of the package datasets."""
     cause: BaseException | None = error
     while cause is not None:
         if full := write_failure(cause):
             return UserError(f"data set {source} cannot be stored: {full}; free some space")
         cause = cause.__cause__ or cause.__context__
-    said = " ".join(str(error).split())[:300]
+    message = " ".join(str(error).split())[:300]
     return UserError(
         f"data source {source} is neither a local file or folder nor a data set that can be read "
-        f"from the hub ({type(error).__name__}: {said}); check its name, "
+        f"from the hub ({type(error).__name__}: {message}); check its name, "
         f"{option('config_name')}, {option('revision')} and the network"
     )
 
 
 class Benchmark(Struct, frozen=True):
-    """Prompts that are known by a name, as a report names them."""
+    """Set of prompts that is read by its name."""
 
     name: str
-    """Name that it was asked for by."""
+    """Name by which a user chooses it."""
     path: str
     """Address of the JSONL file."""
     key: str
-    """Key of a row that holds what the user says: a text, or the turns of a conversation."""
+    """Key of a row with the user's words: a text, or the turns of a conversation."""
     license: str
     """Licence that the repository names, by the hub's name for it."""
 
     def rows(self) -> Iterator[Any]:
-        """Yield what the user says in every row: a text, or a row of turns with its category.
+        """Yield the user's words of every row: a text, or a row of turns with its category.
 
         Raises `UserError`, with the file to download, if the rows cannot be read.
         """

@@ -1,12 +1,12 @@
-"""A target's chat template: what it takes, found by trying it, and the texts that it makes.
+"""A target's chat template: the forms of messages that it accepts, found by trial, and its texts.
 
-Plain text has its tokens from here too, special tokens included. A tokenizer may add beginning and
-end tokens to every text. A prompt has the beginning alone, once; an end belongs to what is learned,
-and is added there.
+Plain text is tokenized here too. A tokenizer may add beginning and end tokens to every text. A
+prompt gets the beginning only, once; the end belongs to what is learned, and is added there.
 
-Servers fit a request to the template before they render it: they join parts of text where it wants
-a text, parse the arguments of calls where it wants an object, and call a developer's message the
-system's where it knows no other. `ChatTemplate` does the same, after one trial of each property.
+Servers adapt a request to the template before they render it: they join text parts for a template
+that expects a text, parse the arguments of calls for one that expects an object, and give a
+developer's message the system role where the template does not know its own. `ChatTemplate` does
+the same, after one trial of each property.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NOTATION = re.compile(r"""['"]text['"]\s*:|\\+["']qz|\{'qz""")
 """Signs that a value was written in the notation of Python or JSON, not as its text."""
 ASKED: JsonObject = {"role": "user", "content": "qzasked"}
 WORD = re.compile(r"\w+")
-MOST_KNOWN = 256  # arguments of which a template is kept, of each tokenizer
+MOST_KNOWN = 256  # templates that are cached for each tokenizer, by their arguments
 Names = list[tuple[str, str]]
 """Names of messages and of their contents in a row."""
 
@@ -43,9 +43,9 @@ Names = list[tuple[str, str]]
 def check_template_kwargs(
     template_kwargs: JsonObject, error: type[UserError | RowError] = UserError
 ) -> None:
-    """Raise an `error` for arguments of chat templates that are not variables of theirs."""
+    """Raise an `error` for arguments that are not variables of chat templates."""
     if wrong := sorted(TEMPLATE_ARGUMENTS & template_kwargs.keys()):
-        raise error(f"chat_template_kwargs: {wrong[0]} is no variable of a chat template")
+        raise error(f"chat_template_kwargs: {wrong[0]} is not a variable of a chat template")
 
 
 def endless(tokenizer: Any, name: str, eos_ids: frozenset[int], kwargs: JsonObject) -> str:
@@ -97,7 +97,7 @@ class ChatTemplate:
         text = source if isinstance(source, str) else json.dumps(source)
         key = (text, json.dumps(kwargs, sort_keys=True, default=str) if kwargs else "")
         if key not in known:
-            if len(known) == MOST_KNOWN:  # rows may have a date of their own
+            if len(known) == MOST_KNOWN:  # the date, for example, may differ from row to row
                 del known[next(iter(known))]
             known[key] = cls(tokenizer, kwargs)
         return known[key]
@@ -107,14 +107,14 @@ class ChatTemplate:
     ) -> str:
         """Return messages as text, with the generation prompt if `for_reply`.
 
-        Raises what the template raises, which is a program of somebody else's.
+        Raises whatever exception the template raises.
         """
         return self._tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, add_generation_prompt=for_reply, **self._kwargs
         )
 
     def reads(self, key: str) -> bool:
-        """Return whether the template names a key of a message."""
+        """Return True if the source of the template contains the name of a message's key."""
         return key in self._words
 
     def prepared(self, messages: list[JsonObject]) -> list[JsonObject]:
@@ -160,7 +160,7 @@ class ChatTemplate:
         """Return messages of a trial as text; the empty text if the template refuses them."""
         try:
             return self.text(messages, tools, reply)
-        # A template is a program of somebody else's and may raise anything.
+        # A template is third-party code and may raise anything.
         except Exception:  # noqa: BLE001
             return ""
 
@@ -178,7 +178,7 @@ class ChatTemplate:
         return self._tried([message])
 
     def _as_taken(self, role: str, content: str | list[JsonObject]) -> str | list[JsonObject]:
-        """Return a content, a text or its parts, in the form that the template takes for a role."""
+        """Return a content in the form, text or parts, that the template accepts for a role."""
         if role not in self._contents:
             self._contents[role] = self._contents_of(role)
         takes_text, takes_parts = self._contents[role]
@@ -189,7 +189,7 @@ class ChatTemplate:
         return content
 
     def _contents_of(self, role: str) -> tuple[bool, bool]:
-        """Return whether a message's content may be a text, and parts of text, however many."""
+        """Return whether the content of a message may be a text, and whether text parts."""
         parts = [{"type": "text", "text": word} for word in ("qzfirst", "qzsecond")]
         text = self._trial_of(role, parts)
         first, second = text.find("qzfirst"), text.find("qzsecond")
@@ -199,9 +199,9 @@ class ChatTemplate:
 
     @cached_property
     def _call_form(self) -> tuple[bool, bool]:
-        """True if arguments of calls are taken as an object, and if a call needs a content.
+        """True if arguments of calls may be an object, and True if a call needs a content.
 
-        An object is the first choice, because servers parse arguments before they render them.
+        An object is tried first, because servers parse arguments before they render them.
         """
         for as_object in (True, False):
             for with_content in (True, False):
@@ -217,7 +217,7 @@ class ChatTemplate:
 
     @cached_property
     def _reasoning_key(self) -> str:
-        """Key of a message's reasoning that the template writes; empty if it writes none."""
+        """Key of a message's reasoning that the template renders; empty if it renders none."""
         for key in REASONING_KEYS:
             message = {"role": "assistant", "content": "qzreply", key: "qzthought"}
             if "qzthought" in self._tried([ASKED, message]):
@@ -228,8 +228,8 @@ class ChatTemplate:
     def empty_reasoning(self) -> str:
         """The block, without white space, that the template writes for a reply without reasoning.
 
-        Empty if it writes none. It is what encloses the reasoning of a reply that has some; text
-        before the reply that is not (the name of a channel, for example) is the target's own.
+        Empty if it writes none. The block equals what encloses the reasoning of other replies; any
+        other text before a reply (the name of a channel, for example) is the target's.
         """
         prompt = self._tried([ASKED], reply=True)
         bare = self._turn_of(prompt, {"content": "qzreply"})
@@ -243,19 +243,19 @@ class ChatTemplate:
 
     @cached_property
     def header(self) -> str:
-        """The generation prompt; empty if the template only adds it to what it rewrites."""
+        """The generation prompt; empty if the template rewrites the messages to add it."""
         before, prompt = self._tried([ASKED]), self._tried([ASKED], reply=True)
         return prompt[len(before) :] if before and prompt.startswith(before) else ""
 
     @cached_property
     def end_ids(self) -> list[int]:
-        """Special tokens that the template writes after a reply; none if it writes none."""
+        """Special tokens that the template writes after a reply."""
         turn = self._turn_of(self._tried([ASKED], reply=True), {"content": "qzreply"})
         ids = self._tokenizer(turn.partition("qzreply")[2], add_special_tokens=False)["input_ids"]
         return [token for token in ids if token in self.special_ids]
 
     def _turn_of(self, prompt: str, message: JsonObject) -> str:
-        """Return what a reply adds to `prompt`; empty if the template does not continue it."""
+        """Return the text that a reply adds to `prompt`; empty if the template rewrites it."""
         full = self._tried([ASKED, {"role": "assistant", **message}])
         return full[len(prompt) :] if full.startswith(prompt) else ""
 
@@ -267,17 +267,17 @@ class ChatTemplate:
         names: Names,
         error: Exception,
     ) -> RowError:
-        """Return the refusal of messages that the template cannot render, by the field's name.
+        """Return the error for messages that the template cannot render, with the field's name.
 
-        `error` is what the template raised. A reason that the template itself gives is quoted; that
-        of a library is not.
+        `error` is the template's exception. Its message is quoted if the template raised it, but
+        not that of a library.
         """
         # `raise_exception` raises this very type; jinja's own errors are subclasses of it.
         reason = f": {str(error).strip()}" if type(error) is TemplateError else ""
         reason = " ".join(reason.split())[:200]
         if tools and self._tried(messages, None, for_reply):
             return RowError(f"tools: the chat template cannot render them{reason}")
-        # the first message from which on no beginning of the conversation can be rendered
+        # the message up to which the conversation cannot be rendered, but can without it
         count = len(messages)
         while count > 1 and not self._tried(messages[: count - 1], tools):
             count -= 1
@@ -302,7 +302,7 @@ def _trial_call(arguments: Any = None) -> JsonObject:
 
 
 def _as_object(arguments: str) -> JsonObject | str:
-    """Return the object of a JSON text; the text itself where it is not that of an object."""
+    """Return the object that a JSON text holds, or the text itself if it holds another value."""
     try:
         value = parsed(arguments)
     except RowError:
@@ -311,20 +311,14 @@ def _as_object(arguments: str) -> JsonObject | str:
 
 
 def plain_ids(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a text, with the beginning that the tokenizer adds to texts.
-
-    A text that has it already gets no second one; an end that the tokenizer adds is left out.
-    """
+    """Return the tokens of a text, with the tokenizer's beginning tokens once and no end tokens."""
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     begin = beginning(tokenizer)
     return ids if not begin or ids[: len(begin)] == begin else begin + ids
 
 
 def beginning(tokenizer: Any) -> list[int]:
-    """Return the tokens that a tokenizer adds before every text; none if it adds none.
-
-    It is tried once for each tokenizer.
-    """
+    """Return the tokens that a tokenizer adds before every text."""
     if tokenizer not in _BEGINNINGS:
         bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
         whole = list(tokenizer("a")["input_ids"])
@@ -335,9 +329,9 @@ def beginning(tokenizer: Any) -> list[int]:
 
 
 def refuse_rendered(text: str, tokenizer: Any) -> None:
-    """Raise `RowError` for a plain text that the chat template has rendered, with a reply in it.
+    """Raise `RowError` for plain text that is a rendered conversation with a reply.
 
-    As a text its prompts would be learned as if the target had written them. It is found by the
+    Its prompts would be learned as if the target had written them. It is recognised by the
     generation prompt, if that has a special token.
     """
     if not getattr(tokenizer, "chat_template", None):

@@ -1,8 +1,8 @@
 """`draftsmith compare`: reports of successive versions of one drafter on the same prompts.
 
-An example is a public head, and the same head after training on a user's own traffic: the
-comparison shows, category by category, what it gained there and what it lost elsewhere. Intervals
-are of pairs, because a prompt that is easy before is easy after, too.
+An example is a public head before and after training on a user's own traffic: the comparison shows
+what it gained and lost in each category. Intervals are of paired replies, because a prompt that is
+easy before is easy after, too.
 """
 
 from __future__ import annotations
@@ -13,22 +13,14 @@ from dataclasses import dataclass
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
-from ..base.console import Console
+from ..base.console import OutputConsole
 from ..metrics import tau
+from .drafter_names import BASELINES
 from .engines import AS_IN
+from .figure_text import NOTHING, interval_text, number_with_interval
 from .intervals import LEVEL, interval, pooled, tau_interval
-from .names import BASELINES
 from .options import CompareOptions as Options
-from .results import (
-    FEWEST,
-    NOTHING,
-    Report,
-    RequestRecord,
-    SettingFigures,
-    interval_text,
-    read_measured,
-    with_interval,
-)
+from .results import FEWEST, Report, RequestRecord, SettingFigures, read_measured
 from .tables import UNNAMED, table_of
 
 REGRESSED = 3  # exit code
@@ -55,7 +47,7 @@ def run(options: Options) -> None:
     reports = [read_measured(path) for path in options.reports]
     names = options.drafter or chosen_drafters(reports, options.reports)
     settings = compared(reports, names, options.reports, limit or 0.0)
-    show(settings, options.reports, names, Console())
+    show(settings, options.reports, names, OutputConsole())
     if limit is None:
         return
     for setting in settings:
@@ -64,7 +56,7 @@ def run(options: Options) -> None:
 
 
 def check_alike(reports: Sequence[Report], paths: Sequence[str]) -> None:
-    """Demand reports in which nothing but the drafter differs. Raises `UserError`."""
+    """Raise `UserError` unless the reports differ in nothing but the drafter."""
 
     def facts_of(report: Report) -> JsonObject:
         # temperatures are matched setting by setting in `compared`
@@ -100,7 +92,7 @@ class Change:
     change: float
     change_ci95: tuple[float, float]
     regressed: bool
-    """Tau fell by more than the limit, and the interval of `Comparison.level` lies below 0."""
+    """True if tau fell by more than the limit and the interval of `Comparison.level` is below 0."""
 
 
 @dataclass
@@ -111,9 +103,13 @@ class Comparison:
     batch: int
     rows: list[Change]
     tests: int
-    """Rows of all settings that have an interval: any of them may regress."""
+    """Rows of all settings that have an interval, each of which may be flagged."""
     level: float
-    """Level of the intervals of which `Change.regressed` is judged: 1 - 5% / `tests`."""
+    """Level of the intervals by which `Change.regressed` is judged: 1 - 5% / `tests`."""
+
+    @property
+    def caption(self) -> str:
+        return f"T = {self.temperature:g}, batch {self.batch}"
 
 
 def compared(
@@ -122,14 +118,14 @@ def compared(
     """Return a comparison for each setting that all reports have.
 
     `names` are the drafters, one of each report; `limit` is the share by which tau may fall. The
-    intervals that may flag a row share an error of 5% (Bonferroni), so that of two equal drafters
-    not more than 5% of all comparisons flag anything. Raises `UserError`.
+    intervals that may flag a row share an error of 5% (Bonferroni), so that at most 5% of
+    comparisons of equal drafters flag anything. Raises `UserError`.
     """
     check_alike(reports, paths)
     settings_by_key = []
     for report in reports:
         settings_by_key.append({(s.temperature, s.batch): s for s in report.settings})
-    # A report may have settings that another lacks; what all have can still be compared.
+    # A report may have settings that another lacks; the common ones are compared.
     common = [key for key in settings_by_key[0] if all(key in keys for keys in settings_by_key)]
     if not common:
         raise UserError("the reports have no temperature and batch size in common")
@@ -156,19 +152,19 @@ def _by_category(
 ) -> list[tuple[str, int, Pairs]]:
     """Return category, `number` and pairs of all prompts, and then of each category.
 
-    `number` is that of the later report. Raises `UserError` if its requests are other ones.
+    `number` is that of the later report. Raises `UserError` if its requests differ.
     """
     if [(r.id, r.turn) for r in before] != [(r.id, r.turn) for r in after]:
         raise UserError(
             f"{paths[number]} holds other requests than {paths[0]}; evaluate both on the same "
             "prompts"
         )
-    # a reply without a round, whose only token is the prefill's, has no tau
+    # A reply without a round, whose only token is the prefill's, has no tau.
     both = zip(before, after, strict=True)
     counted = [(first, second) for first, second in both if first.rounds and second.rounds]
     categories = sorted({r.category for r in before})
     rows = []
-    # the row of the only category would repeat that of all
+    # The row of a single category would repeat that of all prompts.
     for category in [ALL, *(categories if len(categories) > 1 else [])]:
         pairs = [(a, b) for a, b in counted if category in (ALL, a.category)]
         if pairs:
@@ -188,7 +184,7 @@ def _change(category: str, number: int, pairs: Pairs, limit: float, level: float
     rows = []
     for first, second in zip(before, after, strict=True):
         rows.append((sum(first), len(first), sum(second), len(second)))
-    # tokens and rounds of a prompt before and after stay together: how hard it is cancels out
+    # Tokens and rounds of a prompt before and after are paired, so that its difficulty cancels out.
     units = pooled(rows, of_units)
     low, high = interval(units, _ratio)
     change = tau(after) / tau(before) - 1
@@ -203,7 +199,7 @@ def _change(category: str, number: int, pairs: Pairs, limit: float, level: float
         tau_after_ci95=tau_interval(after, of_units, most_drafts(second for _, second in pairs)),
         change=change,
         change_ci95=(low - 1, high - 1),
-        # a comparison with NaN, where there is no interval, is false
+        # False without an interval, whose ends are NaN
         regressed=change < -limit and highest < 1,
     )
 
@@ -221,7 +217,7 @@ def _ratio(tokens: float, rounds: float, later_tokens: float, later_rounds: floa
 def _requests(setting: SettingFigures, name: str, path: str) -> list[RequestRecord]:
     """Return the replies of drafter `name` in one setting of the report `path`. Raises `UserError`.
 
-    In place of a name there may be the `kind` that one drafter has.
+    `name` may also be the `kind` of a single drafter.
     """
     if name not in setting.drafters:
         alike = [own for own, figures in setting.drafters.items() if figures.kind == name]
@@ -232,17 +228,17 @@ def _requests(setting: SettingFigures, name: str, path: str) -> list[RequestReco
 
 
 def own_drafters(report: Report) -> list[str]:
-    """Return the drafters of a report's first setting that are no baselines."""
+    """Return the drafters of a report's first setting without the baselines."""
     names = report.settings[0].drafters if report.settings else ()
     return [name for name in names if name not in ("plain", *BASELINES)]
 
 
 def chosen_drafters(reports: Sequence[Report], paths: Sequence[str]) -> list[str]:
-    """Return the drafter of each report for a user who named none.
+    """Return the drafter of each report if the user named none.
 
-    It is the only one besides the baselines; or, where every report has one drafter and its row of
-    `--like` with the same engine and settings, that row: it is what the engine would serve. Raises
-    `UserError` for any other reports, with the options that name a drafter of each.
+    It is the only one besides the baselines. If every report has one drafter and its row of
+    `--like` with the same engine and settings, it is that row, since the engine would serve it.
+    Raises `UserError` for other reports, with the options that name a drafter of each.
     """
     found = [own_drafters(report) for report in reports]
     if all(len(names) == 1 for names in found):
@@ -260,7 +256,7 @@ def chosen_drafters(reports: Sequence[Report], paths: Sequence[str]) -> list[str
 
 
 def _engine_row(names: Sequence[str]) -> str:
-    """Return which of two drafters is the other one as in an engine; "" if it is not so."""
+    """Return the name of the drafter that is the other one as in an engine, else ""."""
     first, last = sorted(names, key=len) if len(names) == 2 else ("", "")
     return last if last.startswith(first + AS_IN) else ""
 
@@ -272,14 +268,14 @@ def _share(text: str | None) -> float | None:
     try:
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
-        value = -1.0  # refused below, with the numbers that are out of range
+        value = -1.0  # refused below
     if not 0 <= value < 1:
         raise UserError(f"--fail-on-regression takes a share such as 2% or 0.02, not {text!r}")
     return value
 
 
 def outcome(change: Change) -> str:
-    """Return what the interval of a change allows to say."""
+    """Return the conclusion that the interval of a change allows."""
     if change.regressed:
         return "regressed"
     low, high = change.change_ci95
@@ -291,15 +287,18 @@ def cells_of(change: Change) -> dict[str, str]:
     return {
         "category": change.category or UNNAMED,
         "n": str(change.requests),
-        "before": with_interval(change.tau_before, change.tau_before_ci95),
-        "after": with_interval(change.tau_after, change.tau_after_ci95),
+        "before": number_with_interval(change.tau_before, change.tau_before_ci95),
+        "after": number_with_interval(change.tau_after, change.tau_after_ci95),
         "change": f"{change.change:+.1%}",
         "95%": interval_text(change.change_ci95, "{:+.1%} to {:+.1%}") or NOTHING,
     }
 
 
 def show(
-    comparisons: Sequence[Comparison], paths: Sequence[str], names: Sequence[str], console: Console
+    comparisons: Sequence[Comparison],
+    paths: Sequence[str],
+    names: Sequence[str],
+    console: OutputConsole,
 ) -> None:
     """Print a table for each of `comparisons`; `paths` and drafters' `names` are of the reports."""
     what = names[0] if len({*names}) == 1 else ", then ".join(names)
@@ -312,8 +311,7 @@ def show(
             rows.append(cells_of(change))
             if len(paths) > 2:
                 rows[-1]["category"] += f" ({paths[change.report]})"
-        title = f"T = {setting.temperature:g}, batch {setting.batch}; before: {paths[0]}"
-        console.print(table_of(title, rows).terminal())
+        console.print(table_of(f"{setting.caption}; before: {paths[0]}", rows).terminal())
         pairs = zip(rows, setting.rows, strict=True)
         regressed = [cells["category"] for cells, change in pairs if change.regressed]
         if regressed:

@@ -1,12 +1,10 @@
-"""`draftsmith evaluate`: drafters compared with plain decoding and with drafters without training.
+"""`draftsmith evaluate`: drafters compared with plain decoding and with untrained drafters.
 
-All of them decode the same prompts in the same loop, in each setting: each temperature with each
-batch size.
+All of them decode the same prompts in the same loop, at each temperature and batch size.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json as json_module
 import logging
@@ -16,8 +14,9 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,35 +28,41 @@ from ...heads.errors import UserError
 from ...heads.files import JsonObject, checksum
 from ...heads.fingerprint import tokenizer_hash, without_name
 from ...heads.layout import dtype_name
-from ..base.console import Progress, warn
-from ..base.output_paths import STANDARD_OUTPUT, output_json
-from ..base.settings import Sampling
-from ..conversations.prompts import Prompt, check_batches, check_room
-from ..conversations.rows import GivenRows
+from ..base.console import ProgressReporter, warn
+from ..base.output_paths import STANDARD_OUTPUT, check_json, output_json
+from ..base.settings import Sampling, check_url, headers_with_key
+from ..conversations.prompts import (
+    Prompt,
+    check_batches,
+    check_room,
+    check_source,
+    read_prompts,
+    tokenizer_of,
+)
+from ..conversations.rows import InMemoryRows
 from ..conversations.sources import benchmark_of
-from ..conversations.templates import endless
-from ..profile import TuningProfile, key_of, machine_of
+from ..conversations.templates import check_template_kwargs, endless
+from ..profile import TuningProfile, key_of, machine_of, read_profile
 from ..proposers.contract import Proposer
 from ..proposers.own_drafters import checked_proposer, files_of
-from ..proposers.registry import is_own_drafter, load_proposer, parse_spec, without_tree
+from ..proposers.registry import check_spec, is_own_drafter, load_proposer, parse_spec, without_tree
 from ..targets.packed import processor
 from ..targets.target import Target, load_for_decoding
 from . import server_report as live_report
-from .checks import check, prompts_of
+from .drafter_names import BASELINES, distinct_names, short_name
 from .engines import AS_IN, ImitatedEngine, as_in_engine
+from .figure_text import load
 from .figures import figures_of_setting
-from .journal import Journal, kept
+from .journal import Journal, interruption_message
 from .measure import ChosenWay, Results, Setting, Way, decode_alternately
-from .names import BASELINES, distinct_names, short_name
 from .options import EvaluateOptions as Options
-from .remarks import load
+from .options import TuneOptions
 from .results import (
     SCHEMA,
     Conditions,
     DrafterOrigin,
     PromptSet,
     Report,
-    SettingFigures,
     write_report,
 )
 from .tables import show
@@ -72,14 +77,14 @@ def if_interrupted(options: Options) -> str:
     """Return the line for a user who stopped an evaluation: what is kept, and how to continue."""
     if options.json is None or options.json == STANDARD_OUTPUT:
         return "nothing was written; with --json FILE the same command continues where it stopped"
-    return kept(options.json, "measured")
+    return interruption_message(options.json, "measured")
 
 
 def run(options: Options) -> None:
     """Measure what the options name, print the tables and write the files. Raises `UserError`."""
     if options.json == STANDARD_OUTPUT:
-        # there is no file to resume from
-        report = measured(dataclasses.replace(options, json=None))
+        # standard output cannot be resumed
+        report = measured(replace(options, json=None))
         output_json(STANDARD_OUTPUT, report.to_json())
     else:
         show(measured(options))
@@ -89,44 +94,116 @@ def measured(
     options: Options,
     given: Target | None = None,
     own: Sequence[Proposer] = (),
-    rows: GivenRows | None = None,
+    rows: InMemoryRows | None = None,
 ) -> Report:
     """Return the report of what the options name, and write it to their file if there is one.
 
-    `given` is the target, if it is loaded already; `own` are proposers to measure too; `rows` are
-    prompts in place of those that the options name. Raises `UserError`.
+    `given` is the target, if it is loaded already; `own` are further proposers to measure; `rows`
+    are prompts in place of those that the options name. Raises `UserError`.
     """
     settings = check(options)
     started = datetime.now(UTC).isoformat(timespec="seconds")
+    tokenizer = given.tokenizer if given is not None else tokenizer_of(options.target)
+    prompts = prompts_of(options, tokenizer, rows)
     served = None
-    # the server comes first: its address may be wrong, and measuring drafters here takes long
+    # The server comes first: its address may be wrong, and measuring drafters here takes long.
     if options.server is not None:
         at_once = options.concurrency or list(CONCURRENCY)
         samplings = [setting.sampling for setting in settings]
-        served = live_report.measure(options, samplings, at_once, rows)
+        served = live_report.measure(options, tokenizer, prompts, samplings, at_once)
     if served is None or options.drafter or own:
-        return evaluate_drafters(options, settings, started, served, given, own, rows)
-    report = facts_of(None, served.tokenizer, served.prompts, options, started)
+        return evaluate_drafters(options, settings, prompts, started, served, given, own)
+    report = facts_of(None, tokenizer, prompts, options, started)
     report.server = served.report
     write_report(report, options.json)
     return report
 
 
+def check(options: Options) -> list[Setting]:
+    """Return the settings to measure, a temperature and a batch size each.
+
+    Raises `UserError` for every mistake that can be found before a large target is loaded.
+    """
+    for name in ("limit", "max_new_tokens", "repeats"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    for engine in options.like:
+        ImitatedEngine(engine)  # raises for an unknown engine or setting
+    if (options.like or options.profile) and not options.drafter:
+        raise UserError("--like and --profile need a drafter; name one with --drafter")
+    if options.profile is not None:
+        read_profile(options.profile)
+    check_server(options)
+    check_source(options.source(options.prompts))
+    for spec in options.drafter:
+        check_spec(spec)
+    check_json(options.json)
+    return [
+        Setting(sampling, size, options.max_new_tokens, options.repeats)
+        for sampling, size in product(*swept(options))
+    ]
+
+
+def swept(options: Options | TuneOptions) -> tuple[list[Sampling], list[int]]:
+    """Return the sampling for each temperature of a command, and its batch sizes.
+
+    Raises `UserError`.
+    """
+    if (fewest := min(options.batch_size, default=0)) < 1:
+        raise UserError(f"--batch-size must be at least 1, not {fewest}")
+    temperatures = options.temperature or [options.sampling.temperature]
+    return [replace(options.sampling, temperature=one) for one in temperatures], options.batch_size
+
+
+def check_server(options: Options) -> None:
+    """Raise `UserError` for options that exclude or require `server`."""
+    if options.server is None:
+        of_server = ("concurrency", "server_model")
+        if given := [name for name in of_server if getattr(options, name)]:
+            raise UserError(
+                f"--{given[0].replace('_', '-')} needs a server; name it with --server "
+                "http://127.0.0.1:8000"
+            )
+        return
+    check_url(options.server, "--server")
+    headers_with_key()
+    if options.batch_size != [1]:
+        raise UserError(
+            "--server takes --concurrency 1,8,32 in place of batch sizes; drafters here are "
+            "measured one by one"
+        )
+    if min(options.concurrency, default=1) < 1:
+        raise UserError("--concurrency must be at least 1")
+
+
+def prompts_of(options: Options, tokenizer: Any, rows: InMemoryRows | None = None) -> list[Prompt]:
+    """Return the prompts in `rows`, or those that the options name. Raises `UserError`."""
+    check_template_kwargs(options.chat_template_kwargs)
+    return read_prompts(
+        options.source(options.prompts) if rows is None else rows,
+        tokenizer,
+        options.target.path,
+        options.limit,
+        options.bad_rows,
+        options.chat_template_kwargs,
+    )
+
+
 def evaluate_drafters(
     options: Options,
     settings: list[Setting],
+    prompts: list[Prompt],
     started: str,
     served: live_report.ServerMeasurement | None,
     given: Target | None = None,
     own: Sequence[Proposer] = (),
-    rows: GivenRows | None = None,
 ) -> Report:
     """Return the report of the drafters that decode in this process, and write it.
 
-    `given`, `own` and `rows` are as for `measured`. Greedy replies of a server, in `served`, are
-    compared with plain decoding. Raises `UserError`.
+    `given` and `own` are as for `measured`. Greedy replies of a server, in `served`, are compared
+    with plain decoding. Raises `UserError`.
     """
-    prompts = prompts_of(options, given.tokenizer if given is not None else None, rows)
     check_batches([setting.batch for setting in settings], prompts)
     target = given or load_for_decoding(options.target)
     if why := endless(target.tokenizer, target.name, target.eos_ids, options.chat_template_kwargs):
@@ -136,8 +213,7 @@ def evaluate_drafters(
     own = [checked_proposer(one, one.name, target) for one in own]
     proposers = [*loaded.values(), *own]
     further_ways = tuned_and_served(options, target, left_out)
-    # What may fail comes before the hours of decoding: facts, hashes of the weights, and the file
-    # to be written.
+    # Everything that may fail comes before the hours of decoding.
     names = distinct_names(proposers)
     sizes = {name: p.weight_bytes for name, p in zip(names, proposers, strict=True)}
     classes = (f"{type(one).__module__}:{type(one).__qualname__}" for one in own)
@@ -147,7 +223,7 @@ def evaluate_drafters(
     report.left_out, report.drafters, report.drafter_bytes = left_out, origins, sizes
     if served is not None:
         report.server = served.report
-    # Of objects nobody can say whether they are those of an earlier call.
+    # A proposer object cannot be identified with that of an earlier call.
     kept_in = None if own else options.json
     journal = Journal(kept_in, identity(report, options), "an evaluation")
 
@@ -180,27 +256,20 @@ def decode_settings(
     `ways_in` returns the ways to decode in a setting. One bar counts the prompts of all settings.
     """
     results = []
-    with Progress(total=len(settings) * len(prompts), desc="evaluating") as progress:
+    with ProgressReporter(total=len(settings) * len(prompts), desc="evaluating") as progress:
         for number, setting in enumerate(settings):
             ways = ways_in(setting)
             of_all = f"{number + 1}/{len(settings)}: " if len(settings) > 1 else ""
             conditions = f"T = {setting.sampling.temperature:g}, batch {setting.batch}"
             progress.now(of_all + conditions)
             results.append(decode_alternately(target, ways, prompts, setting, progress, journal))
-            report.settings.append(configured_figures(target, results[-1], setting, ways))
+            entry = figures_of_setting(target, results[-1], setting, SAMPLES)
+            for figures, way in zip(entry.drafters.values(), ways, strict=True):
+                figures.kind = way.name
+                if isinstance(way, ChosenWay):
+                    figures.setting, figures.spec = way.setting, way.spec
+            report.settings.append(entry)
     return results
-
-
-def configured_figures(
-    target: Target, results: Results, setting: Setting, ways: Sequence[Way]
-) -> SettingFigures:
-    """Return the part of the report about one setting, with the settings of each way to decode."""
-    entry = figures_of_setting(target, results, setting, SAMPLES)
-    for figures, way in zip(entry.drafters.values(), ways, strict=True):
-        figures.kind = way.name
-        if isinstance(way, ChosenWay):
-            figures.setting, figures.spec = way.setting, way.spec
-    return entry
 
 
 def identity(report: Report, options: Options) -> JsonObject:
@@ -213,7 +282,7 @@ def identity(report: Report, options: Options) -> JsonObject:
 
 
 def comparable_facts(facts: JsonObject, output: str) -> JsonObject:
-    """Return what a measurement depends on, as JSON holds it; it goes on only where it is the same.
+    """Return what a measurement depends on, as JSON; it is resumed only if all of it is equal.
 
     The option `output` is left out, and so are name and paths of a target whose weights are known.
     """
@@ -222,7 +291,7 @@ def comparable_facts(facts: JsonObject, output: str) -> JsonObject:
     if target is not None and (compared := without_name(target)) != target:
         facts["target"] = compared
         del facts["options"]["target"]["path"], facts["options"]["target"]["adapter"]
-    # there and back, so that only texts, numbers, lists and dictionaries are left
+    # back and forth, so that only texts, numbers, lists and dictionaries are left
     return json_module.loads(json_module.dumps(facts, default=str))
 
 
@@ -236,15 +305,15 @@ def tuned_and_served(
     Raises `UserError`.
     """
     profile = TuningProfile(options.profile, target) if options.profile is not None else None
-    # a drafter may be named with several trees, which profile and engine replace by their own
+    # A drafter may be named with several trees, which profile and engine replace with theirs.
     drafters = {key_of(spec): spec for spec in options.drafter}
     tuned: list[str] = []
     if profile is not None:
         tuned = [spec for spec in drafters.values() if spec in profile]
         if not tuned:
             raise UserError(
-                f"{options.profile} is of none of the drafters; name one of those that it has "
-                "with --drafter"
+                f"{options.profile} has none of the drafters; name one of those that it has with "
+                "--drafter"
             )
     engines: list[Way] = []
     for engine in map(ImitatedEngine, options.like):
@@ -268,7 +337,7 @@ def tuned_and_served(
 def tuned_way(
     profile: TuningProfile, spec: str, target: Target, sampling: Sampling, batch: int
 ) -> ChosenWay:
-    """Return a drafter as a way to decode with its setting for a temperature and batch size."""
+    """Return a drafter with its tuned setting for a temperature and batch size."""
     setting = profile.setting(spec, sampling.temperature, batch)
     proposer = load_proposer(spec, target, lambda message: None, setting)
     return ChosenWay(proposer.name, lambda: proposer, setting, spec, proposer.given)
@@ -308,8 +377,8 @@ def facts_of(
 ) -> Report:
     """Return a report without figures: target, machine, options and prompts.
 
-    `target` is None where only a server was measured; its name and tokenizer are then all that is
-    known of the target. `started` is a time in UTC.
+    `target` is None if only a server was measured; only its name and tokenizer are then known.
+    `started` is a time in UTC.
     """
     texts = repr([(prompt.token_ids, prompt.later) for prompt in prompts])
     report = Report(
@@ -341,7 +410,7 @@ def facts_of(
 
 
 def conditions_of(target: Target) -> Conditions:
-    """Return what the speeds measured here depend on, with the load before the measurement."""
+    """Return the conditions that speeds depend on, with the load before the measurement."""
     cuda = target.device.type == "cuda"
     return Conditions(
         processor=torch.cuda.get_device_name(target.device) if cuda else processor(),
@@ -357,5 +426,5 @@ def peak_memory(target: Target | None) -> int:
     """Return the most bytes of memory held so far, the GPU's if the target lies there."""
     if target is not None and target.device.type == "cuda":
         return torch.cuda.max_memory_allocated()
-    # Linux counts in KiB
+    # in KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,6 +1,6 @@
-"""Figures of drafters from their replies: docs/metrics.md defines each of them.
+"""Figures of drafters, computed from the replies of `measure.decode_alternately`.
 
-The functions turn the replies of `measure.decode_alternately` into the types of `results.py`.
+docs/metrics.md defines each of them; their types are in `results.py`.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ def figures_of_setting(
     samples: int,
 ) -> SettingFigures:
     """Return the figures of every way to decode, `samples` replies of each token by token."""
-    plain = [turn.generation for turn in next(iter(results.values()))]
+    plain = next(iter(results.values()))
     sampling = setting.sampling.resolved(target.repetition_penalty)
     drafters = {}
     for name, turns in results.items():
         figures = figures_of_drafter(turns, plain, setting.batch)
-        figures.per_request = []
-        for turn, expected in zip(turns, plain, strict=True):
-            figures.per_request.append(request_record(target, turn, expected, sampling))
+        figures.per_request = [
+            request_record(target, turn, expected.generation, sampling)
+            for turn, expected in zip(turns, plain, strict=True)
+        ]
         figures.samples = [token_view(target, turn, sampling) for turn in turns[:samples]]
         drafters[name] = figures
     plain_figures = next(iter(drafters.values()))
@@ -55,20 +56,16 @@ def figures_of_setting(
     )
 
 
-def figures_of_drafter(
-    turns: Sequence[Turn], plain: Sequence[Generation], size: int
-) -> DrafterFigures:
+def figures_of_drafter(turns: Sequence[Turn], plain: Sequence[Turn], size: int) -> DrafterFigures:
     """Return the figures of one way to decode in batches of `size`, next to `plain` decoding."""
     generations = [turn.generation for turn in turns]
     batches = batches_of(turns, size)
     figures = figures_of_replies(generations, batches, [turn.prompt.unit for turn in turns])
     figures.speedup, figures.speedup_ci95 = gain(turns, plain, size)
-    # not counted unless the rule promises equality of every reply
+    # counted only if the rule promises equality of every reply
     if all(map(comparable, generations)):
-        figures.equal_to_ar = 0
-        for expected, reply in zip(plain, generations, strict=True):
-            if expected.token_ids == reply.token_ids:
-                figures.equal_to_ar += 1
+        pairs = zip(plain, generations, strict=True)
+        figures.equal_to_ar = sum(a.generation.token_ids == b.token_ids for a, b in pairs)
     figures.warnings = warnings_of(generations)
     figures.by_category = by_category(turns)
     return figures
@@ -79,7 +76,7 @@ def figures_of_replies(
     batches: Sequence[Sequence[int]] | None = None,
     units: Sequence[int] | None = None,
 ) -> DrafterFigures:
-    """Return the figures of requests decoded alike that need no comparison with plain decoding.
+    """Return the figures of requests that need no comparison with plain decoding.
 
     `batches`: indices of the requests that ran together; each alone if not given. `units`: the
     unit that each request belongs to (`Prompt.unit`), for intervals; each its own if not given.
@@ -98,7 +95,7 @@ def figures_of_replies(
     for batch in batches if batches is not None else [[i] for i in range(count)]:
         together = [generations[i] for i in batch]
         decode_s += metrics.batch_seconds(together)
-        # a batch goes on until its last request has finished
+        # a batch runs until its last request has finished
         steps += max(len(g.rounds) for g in together)
     return DrafterFigures(
         requests=count,
@@ -129,7 +126,7 @@ def figures_of_replies(
 
 
 def most_drafts(rounds: Iterable[Round]) -> int:
-    """Return the most nodes that a round drafted, of which a path cannot have more."""
+    """Return the largest number of nodes that a round drafted, which bounds its path."""
     return max((r.drafted or 0 for r in rounds), default=0)
 
 
@@ -202,13 +199,13 @@ def by_category(turns: Sequence[Turn]) -> dict[str, CategoryFigures]:
 
 
 def _compare_rounds(figures: DrafterFigures, plain: DrafterFigures) -> None:
-    """Set the costs of a round and of a verification in plain steps. No round has no cost."""
+    """Set the costs of a round and of a verification in plain steps, if there are rounds."""
     if not figures.rounds or not plain.rounds:
         return
     plain_round = sum(plain.split.values()) / plain.rounds
     figures.round_cost = sum(figures.split.values()) / figures.rounds / plain_round
     verify = figures.split["verify"] / figures.rounds
-    # a loop that is not draftsmith's does not report it: 0 becomes None
+    # Loops other than draftsmith's do not report it: 0 becomes None.
     figures.verify_cost = verify / (plain.split["verify"] / plain.rounds) or None
 
 
@@ -226,21 +223,21 @@ def warnings_of(generations: Sequence[Generation]) -> list[str]:
 def token_view(target: Target, turn: Turn, sampling: Sampling) -> Sample:
     """Return a reply token by token: its text, its origin, and the target's probabilities.
 
-    These are as sampled from, or at temperature 1 where decoding is greedy.
+    The probabilities are those sampled from, or those at temperature 1 if decoding is greedy.
     """
     reply, tokenizer = turn.generation, target.tokenizer
-    # tokens that no round has emitted are the prefill's
+    # tokens that no round emitted are the prefill's
     came = [-1] * (len(reply.token_ids) - sum(metrics.emitted_per_round(reply)))
     for r in reply.rounds:
         for depth in range(1, len(r.tokens) + 1):
             came.append(depth if depth <= r.accepted else 0)
     text = [*reply.prompt_ids, *reply.token_ids]
     ids: Any = torch.tensor([text], device=target.device)
-    # a position predicts the token after it: those before each reply token, not the last one
+    # A position predicts the token after it, so the last one is left out.
     start = len(reply.prompt_ids) - 1
     states = target.forward(ids, with_replies([start + 1], ids.shape[1])).last
     scores = target.head(states[0, start:-1]).float()
-    # the penalty is about the text before each token, so that every row has its own
+    # The penalty depends on the text before each token, so every row has its own.
     if (penalise := sampling.history_processor) is not None:
         penalised = []
         for i in range(len(scores)):
@@ -248,8 +245,7 @@ def token_view(target: Target, turn: Turn, sampling: Sampling) -> Sample:
             penalised.append(penalise(text_before, scores[i : i + 1]))
         scores = torch.cat(penalised)
     probs = sampling.warpers(ids, scores).softmax(-1)
-    # with 3 prompt tokens and 2 of the reply, the rows are of the positions 2 and 3, and the tokens
-    # those of 3 and 4
+    # With 3 prompt tokens and 2 of the reply, the rows are positions 2 and 3, the tokens 3 and 4.
     chances = probs.gather(1, ids[0, start + 1 :, None])[:, 0].tolist()
     best = probs.topk(min(3, probs.shape[-1]))
 
@@ -274,39 +270,35 @@ class Gain(NamedTuple):
     """Tokens per second of one way to decode over those of another, on the same requests."""
 
     ratio: float
-    """Ratio of the times where both wrote the same text; NaN where there is nothing to compare."""
+    """Ratio of the times if both wrote the same text; NaN without tokens."""
     interval: tuple[float, float]
     """NaN for fewer than `FEWEST` prompts or batches."""
 
 
-def gain(
-    turns: Sequence[Turn], beside: Sequence[Generation], size: int, level: float = LEVEL
-) -> Gain:
-    """Return what a way to decode gains over another, from its replies in batches of `size`.
+def gain(turns: Sequence[Turn], other: Sequence[Turn], size: int, level: float = LEVEL) -> Gain:
+    """Return the gain of a way to decode over another, from its replies in batches of `size`.
 
-    `beside` are the other's replies to the same requests. Units are prompts where each request ran
-    alone; the prompts of a larger batch share its time, so that the batch cannot be divided.
+    `other` are the other's replies to the same requests. Units are prompts if each request ran
+    alone; the prompts of a larger batch share its time, so the batch is the unit.
     """
     costs: list[tuple[float, int, float, int]] = []
     units: list[tuple[int, ...]] = []
     for batch in batches_of(turns, size):
-        other, own = [beside[i] for i in batch], [turns[i].generation for i in batch]
-        costs.append((*_cost(other), *_cost(own)))
-        # of one number the unit of a prompt, of several a batch of its own
+        costs.append((*_cost([other[i] for i in batch]), *_cost([turns[i] for i in batch])))
+        # a prompt's unit, or the batch itself
         units.append((turns[batch[0]].prompt.unit,) if len(batch) == 1 else tuple(batch))
     return Gain(_ratio(*summed(costs)), interval(pooled(costs, units), _ratio, level))
 
 
-def _cost(generations: Sequence[Generation]) -> tuple[float, int]:
+def _cost(turns: Sequence[Turn]) -> tuple[float, int]:
     """Return seconds and tokens of a batch's rounds."""
-    tokens = 0
-    for generation in generations:
-        tokens += sum(metrics.emitted_per_round(generation))
+    generations = [turn.generation for turn in turns]
+    tokens = sum(sum(metrics.emitted_per_round(generation)) for generation in generations)
     return metrics.batch_seconds(generations), tokens
 
 
 def _ratio(other_s: float, other: float, own_s: float, own: float) -> float:
-    """Return tokens per second over those of another way to decode, NaN where there are none."""
+    """Return tokens per second over those of another way to decode; NaN without tokens."""
     return own * other_s / (own_s * other) if own_s and other else NAN
 
 

@@ -22,8 +22,8 @@ Sums = tuple[float, ...]
 def pooled(rows: Sequence[Sums], units: Sequence[Hashable]) -> list[Sums]:
     """Return the sums of the rows of each unit, in the order of the units' first rows.
 
-    The requests of one unit, such as the turns of a conversation, are correlated and must not be
-    taken for several. `units[i]` names the unit of row i.
+    The requests of one unit, such as the turns of a conversation, are correlated, so they count as
+    one observation. `units[i]` names the unit of row i.
     """
     by_unit: dict[Hashable, list[Sums]] = {}
     for row, unit in zip(rows, units, strict=True):
@@ -43,22 +43,21 @@ def interval(
 
     It is the jackknife of the logarithm: of n units, with x_i the logarithm of the statistic
     without unit i, the variance is (n - 1) / n times the sum of the squared deviations of the x_i
-    from their mean (Efron and Stein 1981, eq. 1.2). The interval reaches as many standard
-    deviations as Student's t says, with one degree of freedom less than there are `effective`
-    units.
+    from their mean (Efron and Stein 1981, eq. 1.2). The half-width in standard deviations is
+    Student's t, with one degree of freedom less than there are `effective` units.
 
-    Units whose sums are all 0 tell nothing and are left out. Both ends are NaN for fewer than
-    `FEWEST` others, where the statistic is not defined without one of them, and for an interval
-    that reaches beyond a factor of 100: one unit has nearly all of the sums, and it tells nothing.
+    Units whose sums are all 0 are left out. Both ends are NaN for fewer than `FEWEST` others, if
+    the statistic is not defined without one of them, and for an interval beyond a factor of 100,
+    which means that one unit has nearly all of the sums.
     """
-    telling = [unit for unit in units if any(unit)]
-    count = len(telling)
+    nonzero = [unit for unit in units if any(unit)]
+    count = len(nonzero)
     if count < FEWEST:
         return NAN, NAN
-    sums = summed(telling)
+    sums = summed(nonzero)
     value = statistic(*sums)
     logs = []
-    for unit in telling:
+    for unit in nonzero:
         without = statistic(*(total - own for total, own in zip(sums, unit, strict=True)))
         if not (value > 0 and without > 0):
             return NAN, NAN
@@ -66,7 +65,7 @@ def interval(
         logs.append(math.log(without / value))
     centre = sum(logs) / count
     variance = (count - 1) / count * sum((x - centre) ** 2 for x in logs)
-    degrees = max(round(effective(telling)) - 1, 1)
+    degrees = max(round(effective(nonzero)) - 1, 1)
     reach = student_t((1 + level) / 2, degrees) * math.sqrt(variance)
     if reach > WIDEST:
         return NAN, NAN
@@ -76,9 +75,8 @@ def interval(
 def effective(units: Sequence[Sums]) -> float:
     """Return the effective number of units: (sum of w)^2 / sum of w^2 (Kish 1965, section 11.7).
 
-    The weight w of a unit is its share of the sums, the mean over the columns. Long replies among
-    short ones decide both the statistic and its variance, so that the latter is known less well
-    than from as many equal units.
+    The weight w of a unit is its share of the sums, the mean over the columns. Long replies
+    dominate the statistic and its variance, which is then known less well than from equal units.
     """
     sums = summed(units)
     weights = [sum(own / total for own, total in zip(unit, sums, strict=True)) for unit in units]
@@ -93,16 +91,15 @@ def tau_interval(
     """Return the 95% interval of tau; NaN for fewer than `FEWEST` units with a round.
 
     `emitted[i]` are the tokens emitted in each round of request i, `units[i]` names its unit; each
-    request is one of its own if they are not given. `drafts` is the most that a round drafted,
-    or the most levels of its tree, where they are known.
+    request is its own unit if they are not given. `drafts` is the largest number of drafts in a
+    round, or of levels in its tree, if it is known.
 
-    The interval is cut at what tau can be: every round emits one token, and at most a further one
-    for each draft. The part that is cut off cannot hold tau, so that the interval holds it as often
-    as before.
+    The interval is clipped to possible values of tau, which does not change its coverage: every
+    round emits one token, and at most one more for each draft.
     """
     rows = [(sum(request), len(request)) for request in emitted]
     low, high = interval(rows if units is None else pooled(rows, units), truediv)
-    # The ends come first, so that NaN stays.
+    # With NaN as the first argument, `max` and `min` return NaN.
     return max(low, 1.0), high if drafts is None else min(high, 1.0 + drafts)
 
 

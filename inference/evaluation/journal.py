@@ -1,8 +1,8 @@
-"""Journal of a long measurement on disk, with which the same command goes on after a kill.
+"""Journal of a long measurement on disk, from which the same command resumes after a kill.
 
-It is a hidden file of JSON lines next to the report. The first line is what is measured (target,
-prompts, drafters, options, machine); every further line is the key and value of one finished piece
-of work. The journal is deleted when the report is whole.
+It is a hidden file of JSON lines next to the report. The first line identifies the measurement
+(target, prompts, drafters, options, machine); each further line is the key and value of a finished
+piece of work. The journal is deleted when the report is complete.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Journal:
-    """Finished pieces of work by their keys. Without a path nothing is remembered."""
+    """Finished pieces of work by their keys; without a path nothing is stored."""
 
     def __init__(self, report: str | None, identity: JsonObject, what: str) -> None:
         """Open the journal next to `report`, the file that the measurement will write.
@@ -42,7 +42,7 @@ class Journal:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # "r+" keeps what the file holds, "w" empties it
             self._file = self.path.open("r+" if end else "w", encoding="utf-8")
-            # new lines follow on the last whole one: what a killed process wrote half goes
+            # drops a line that a killed process left incomplete
             self._file.truncate(end)
             self._file.seek(end)
         except OSError as error:
@@ -52,12 +52,12 @@ class Journal:
         if not end:
             self._append(first)
         elif self._done:
-            log.info("%s: going on with %s that was interrupted", report, what)
+            log.info("%s: resuming %s that was interrupted", report, what)
 
     def _read(self, path: Path, first: str) -> int:
-        """Take over the whole lines of an earlier process whose first line was `first`.
+        """Read the complete lines of an earlier process whose first line was `first`.
 
-        Returns the byte at which they end in the file, 0 if nothing can be used.
+        Returns the byte position of their end in the file, 0 if nothing can be used.
         """
         try:
             lines = path.read_bytes().splitlines(keepends=True)
@@ -85,11 +85,11 @@ class Journal:
             os.fsync(self._file.fileno())
 
     def get(self, key: str) -> Any:
-        """Return the value of `key`, as JSON reads it back; None for work still to be done."""
+        """Return the value of `key`, as JSON reads it back; None for unfinished work."""
         return self._done.get(key)
 
     def put(self, key: str, value: object) -> None:
-        """Note a finished piece of work; `value` is anything that JSON can hold."""
+        """Store a finished piece of work; JSON must be able to hold `value`."""
         if self._file is not None:
             self._done[key] = value
             self._append(json.dumps([key, value]))
@@ -107,12 +107,12 @@ def journal_path(report: str) -> Path:
     return path.parent / f".{path.name}.progress"
 
 
-def kept(report: str, what: str) -> str:
-    """Return the message for a user who stopped: what is kept of what was, say, `measured`."""
+def interruption_message(report: str, what: str) -> str:
+    """Return the message for a user who interrupted: what was `what` (measured) and is kept."""
     journal, written = journal_path(report), Path(report)
     if journal.is_file():
         return f"what was {what} is kept in {journal}; the same command continues where it stopped"
-    # The journal goes when the report is whole, before it is shown.
+    # The journal is deleted once the report is complete, before it is shown.
     if written.is_file() and written.stat().st_mtime > psutil.Process().create_time():
         return f"{report} is complete"
     return f"nothing was {what} yet; the same command begins again"

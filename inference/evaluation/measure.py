@@ -1,9 +1,9 @@
 """Measurement of drafters and plain decoding in one setting, in the loop that users decode with.
 
-All ways to decode take turns on each batch of prompts, so that a machine that slows down slows all
-of them, in an order that is drawn for each run, so that none always follows the same other one. Of
-`repeats` runs of a batch the one of median decode time counts; tokens and rounds are the same in
-all of them. docs/metrics.md defines the figures.
+All ways to decode take turns on each batch of prompts, so that a slower machine slows all of them.
+Their order is drawn for each run, so that none always follows the same other one. Of `repeats` runs
+of a batch, the one of median decode time counts; tokens and rounds are the same in all of them.
+docs/metrics.md defines the figures.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from msgspec import convert, to_builtins
 
 from ...heads.files import JsonObject
 from ...heads.layout import dtype_name
-from ..base.console import Progress
+from ..base.console import ProgressReporter
 from ..base.settings import Rule, Sampling
 from ..conversations.prompts import Prompt, next_turn
 from ..decode import Generation, Request, generate
@@ -27,8 +27,8 @@ from ..rounds.noise import row_keys
 from ..rounds.sampling import Draws
 from ..targets.masks import with_replies
 from ..targets.target import Target
+from .drafter_names import distinct_names
 from .journal import Journal
-from .names import distinct_names
 
 
 @dataclass
@@ -64,12 +64,12 @@ class ChosenWay:
 
     name: str
     make: Callable[[], Proposer]
-    """Returns its proposer, set up for the batch that follows."""
+    """Returns its proposer, set up for the next batch."""
     setting: JsonObject
     spec: str = ""
-    """The drafter as it was named, for which the settings were chosen."""
+    """Spec of the drafter for which the settings were chosen."""
     given: Given | None = None
-    """Spec and suffix that it is called after; without them it is called by its `name`."""
+    """Spec and suffix that it is named after, in place of `name`."""
     rule: Rule | None = None
     """Acceptance rule at T > 0, in place of the sampling's."""
 
@@ -94,14 +94,14 @@ def decode_alternately(
     ways: Sequence[Way],
     prompts: Sequence[Prompt],
     setting: Setting,
-    progress: Progress | None = None,
+    progress: ProgressReporter | None = None,
     journal: Journal | None = None,
 ) -> Results:
     """Decode every prompt in every way, of which the first is plain decoding.
 
-    Later turns of a conversation follow on what plain decoding answered, so that all drafters go on
-    from the same text; `progress` does not count them, since their number is not known. Batches
-    that `journal` holds are not decoded again.
+    Later turns of a conversation continue plain decoding's reply, so that all drafters get the same
+    text; `progress` does not count them, since their number is not known. Batches that `journal`
+    holds are not decoded again.
     """
     names = distinct_names(ways)
     by_name = dict(zip(names, ways, strict=True))
@@ -139,8 +139,8 @@ def _alternately(
 ) -> Iterator[tuple[Sequence[Prompt], dict[str, list[Generation]], bool]]:
     """Yield each batch of prompts with every way's replies, those of the run of median time.
 
-    The third value is False for replies that came from `journal`. `number` is that of the turn, and
-    the sample number of the requests: turns have noise of their own, the same in all ways.
+    The third value is False for replies from `journal`. `number` is the turn's number and also the
+    requests' sample number, so that each turn has its own noise, the same in all ways.
     """
     warm = False
     for start in range(0, len(prompts), setting.batch):
@@ -166,7 +166,7 @@ def _alternately(
                 runs[name].append(
                     _decode(target, way, requests, setting.max_new_tokens, setting.sampling)
                 )
-        # of an even number the slower one of the two in the middle
+        # of an even number, the slower one of the middle two
         median = setting.repeats // 2
         chosen = {}
         for name, runs_of_way in runs.items():
@@ -195,11 +195,11 @@ def first_difference(
     """Return the index of the first token in which two replies differ, and the top-2 gap there.
 
     The gap is the target's best logit, after a penalty, minus its second best, with the noise of
-    coupled decoding if `request`, the request's id and sample, is given; None where decoding is not
-    greedy and there is no such noise. Near-ties flip in low precision, because a tree is verified
-    in another shape than a single token; a large gap would be a bug.
+    coupled decoding if `request`, the request's id and sample, is given. It is None for sampled
+    decoding without that noise. Near-ties flip in low precision, because a tree is verified in
+    another shape than a single token; a large gap would be a bug.
     """
-    # where one reply is the beginning of the other, they differ after the shorter one
+    # If one reply is a prefix of the other, they differ after it.
     index = min(len(plain.token_ids), len(other.token_ids))
     for position, (a, b) in enumerate(zip(plain.token_ids, other.token_ids, strict=False)):
         if a != b:
@@ -212,8 +212,8 @@ def first_difference(
     layout = with_replies([len(plain.prompt_ids)], ids.shape[1])
     logits = target.head(target.forward(ids, layout).last[:, -1:])
     keys = row_keys(sampling.seed, [request or (0, 0)], ids.device)
-    # The last token is the root, and the only one of its path. A penalty asks only if a token is in
-    # the text, so the root may be in both.
+    # The last token is the root, the only one of its path. A penalty depends only on whether a
+    # token occurs, so the root may be in both.
     draws = Draws(sampling, keys, ids, torch.tensor([ids.shape[1] - 1], device=ids.device))
     return index, float(draws.margins(logits, ids[:, None, -1:])[0])
 
@@ -225,7 +225,7 @@ def difference(
     sampling: Sampling,
     request: tuple[int, int],
 ) -> str:
-    """Return in words whether a reply is plain decoding's, and if not where they first differ.
+    """Return a phrase that says whether a reply equals plain decoding's, or where they differ.
 
     `request` is as in `first_difference`.
     """
@@ -242,8 +242,8 @@ def difference(
 
 
 def comparable(generation: Generation) -> bool:
-    """Return whether plain decoding with the same noise must write the same text.
+    """Return True if plain decoding with the same noise must write the same text.
 
-    Rules that compare distributions keep the distribution, not the text.
+    Rules that compare distributions keep only the distribution.
     """
     return all(round_.rule in ("greedy", "gumbel", "match") for round_ in generation.rounds)

@@ -1,17 +1,16 @@
-"""Results of `draftsmith evaluate`, as types: what is measured, written as JSON and read again.
+"""Types of the results of `draftsmith evaluate`, and their JSON file.
 
-docs/reference/report.md is made of these types: the docstring of a field explains its key, else
-docs/metrics.md does. Ratios of nothing are NaN, which Python writes into JSON and reads from it;
-None stands for what does not apply.
+docs/reference/report.md is generated from these types: the docstring of a field explains its key,
+else docs/metrics.md does. Ratios of nothing are NaN, which Python writes into JSON and reads from
+it; None stands for a figure that does not apply.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar, TypeGuard
+from typing import Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -20,15 +19,18 @@ from ...heads.documents import Count, Document, demand, read_document
 from ...heads.errors import UserError
 from ...heads.files import JsonObject, whole_file, write_json
 from ..conversations.sources import Benchmark
-from .server_figures import ByDepth, ByName, Interval, Number, ServerReport, Temperature
 
 SCHEMA = 4
 AGAIN = "write the report again with draftsmith evaluate --json"
 NAN = float("nan")
-NOTHING = "-"  # in place of a figure that was not measured
 FEWEST = 5  # prompts, or batches, for which an interval is given
-SHOWN = 3  # positions whose acceptance tables in the terminal show; the JSON holds all
-MOST_EMITTED = 1 << 20  # tokens of a round; no tree comes near it, so a larger number is damage
+MOST_EMITTED = 1 << 20  # tokens of a round; far above any tree, so a larger number is damage
+Number = float | None
+Interval = tuple[Number, Number]
+"""Both ends of a 95% interval; NaN where it is not known."""
+ByName = Mapping[str, Number]
+ByDepth = Sequence[Number]
+Temperature = Annotated[float, Meta(ge=0)]
 
 
 class RequestRecord(Struct, kw_only=True):
@@ -44,7 +46,7 @@ class RequestRecord(Struct, kw_only=True):
     prompt: Count | None = None
     """Number of the prompt among those that were read, from 0."""
     unit: Count
-    """Number of the first prompt with the same id, or without ids the same text."""
+    """Number of the first prompt with the same id, or the same text if there are no ids."""
     n_prompt: Count = 0
     """Tokens of the prompt."""
     n_out: Count = 0
@@ -118,7 +120,7 @@ class DrafterFigures(Struct, kw_only=True):
     rounds: Count = 0
     """Rounds of all replies."""
     steps: Count = 0
-    """Rounds of whole batches: a batch goes on until its last request has finished."""
+    """Rounds of whole batches: a batch runs until its last request has finished."""
     tokens: Count = 0
     """Tokens, the prefills' included."""
     tau_incl_bonus: Number
@@ -250,6 +252,87 @@ class Conditions(Struct, kw_only=True):
         return ", ".join(part for part in parts if part)
 
 
+class Speculation(Struct, kw_only=True):
+    """Figures of an engine's drafts during the measured requests; null for what is not known."""
+
+    speculates: bool | None = None
+    """True if the server drafts."""
+    tau_incl_bonus: Number
+    """From the server's counters; `tau_definition` says how."""
+    tau_definition: str = ""
+    """How `tau_incl_bonus` was counted."""
+    tau_emitted: Number = None
+    """Tokens after the prefill's over decoding steps: compare it with a local tau."""
+    survival: ByDepth = []
+    """Share of the drafts of which at least d tokens were accepted, d = 1, 2, .."""
+    # A server may count anything: a restart between two readings makes differences negative.
+    drafts: int | None = None
+    """Drafts that the server counted."""
+    drafted: int | None = None
+    """Drafted tokens that it counted, roots excluded."""
+    accepted: int | None = None
+    """Accepted tokens that it counted."""
+    rounds: int | None = None
+    """Decoding steps, those without a draft included; a lower bound for vLLM and llama.cpp."""
+    warnings: list[str] = []
+    """Reasons to doubt the figures, in words."""
+
+
+class ServerFigures(Speculation, kw_only=True):
+    """Figures of a live server at one temperature and concurrency."""
+
+    temperature: Temperature
+    """Temperature of the sampling; 0 is greedy."""
+    concurrency: Annotated[int, Meta(ge=1)]
+    """Requests at once."""
+    accept_rate: Number
+    """Accepted over drafted tokens."""
+    mean_n_draft: Number = None
+    """Drafted tokens over drafts."""
+    tokens_s: Number
+    """All tokens over `seconds`, prefills and queue included."""
+    seconds: Number = None
+    """Time from the first request to the last chunk."""
+    ttft_quantiles_s: ByName | None = None
+    """By the client's clock, the server's queue included."""
+    tpot_quantiles_s: ByName | None = None
+    """Time per later token of each reply, by the client's clock."""
+    requests: Count = 0
+    """Replies that the client received."""
+    tokens: int = 0
+    """Tokens that it received."""
+    chunks: Count = 0
+    """Chunks that it received."""
+    equal_to_plain: Count | None = None
+    """Greedy replies equal to plain decoding here."""
+    compared: Count | None = None
+    """Replies that could be compared."""
+    largest_gap: Number = None
+    """The largest `top2_gap` where one of them first differs from plain decoding's."""
+
+
+class ServerReport(Struct, kw_only=True):
+    """A live server, and its figures in each setting."""
+
+    url: str
+    """Address."""
+    engine: str
+    """`vllm`, `sglang` or `llamacpp`."""
+    version: str | None
+    """The engine's version; empty where the server does not give it."""
+    model: str | None = None
+    """Name that requests give for the model."""
+    context: Count | None = None
+    """Tokens that a prompt and its reply may have together; null where it is not known."""
+    speculates: bool | None = None
+    """The server's own answer; null where it gives none."""
+    settings: list[ServerFigures]
+
+    @property
+    def title(self) -> str:
+        return f"{self.engine} {self.version} at {self.url}"
+
+
 class Report(Document, kw_only=True):
     """JSON report of `draftsmith evaluate`."""
 
@@ -336,57 +419,6 @@ class Report(Document, kw_only=True):
         if value["server"] is None:
             del value["server"]
         return value
-
-
-def caption(*settings: SettingFigures) -> str:
-    """Return `T = 0, batch 1, 4` for settings that differ in batch size only."""
-    sizes = ", ".join(str(setting.batch) for setting in settings)
-    return f"T = {settings[0].temperature:g}, batch {sizes}"
-
-
-def known(value: object) -> TypeGuard[float]:
-    """Return whether a figure was measured; ratios of nothing are NaN, JSON has huge numbers."""
-    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
-
-
-def written(value: object, form: str = ".2f", scale: float = 1.0) -> str:
-    """Return `value * scale` in the format `form`; a dash for one that was not measured."""
-    return format(value * scale, form) if known(value) else NOTHING
-
-
-def factor(value: object) -> str:
-    """Return a ratio as `1.34x`; a dash where there is none."""
-    return f"{value:.2f}x" if known(value) else NOTHING
-
-
-def ends(pair: Sequence[Number] | None) -> tuple[float, float] | None:
-    """Return both ends of an interval; None unless both are known."""
-    low, high = pair or (None, None)
-    return (low, high) if known(low) and known(high) else None
-
-
-def interval_text(pair: Sequence[Number] | None, form: str = "{:.2f}-{:.2f}") -> str:
-    """Return both ends of an interval in the format `form`; empty where it is not known."""
-    found = ends(pair)
-    return form.format(*found) if found else ""
-
-
-def with_interval(value: object, pair: Sequence[Number] | None) -> str:
-    """Return `2.31 (2.01-2.34)`, without the brackets where the interval is not known."""
-    return written(value) + interval_text(pair, " ({:.2f}-{:.2f})")
-
-
-def by_depth(survival: ByDepth) -> str:
-    """Return the first figures of `survival` as a table shows them: `.71 .44 .25`."""
-    shares = [share for share in survival[:SHOWN] if share is not None]
-    return " ".join(f"{share:.2f}".removeprefix("0") for share in shares) or NOTHING
-
-
-def identical(same: int | None, of: int | None) -> str:
-    """Return `yes`, `3 of 4`, or a dash where replies were not compared."""
-    if same is None or not of:
-        return NOTHING
-    return "yes" if same == of else f"{same} of {of}"
 
 
 def read_report(path: str) -> Report:

@@ -1,8 +1,8 @@
 """Client of a running engine, which times the chunks of each reply as they arrive.
 
-Requests are lists of token ids, a fixed number of them in flight at once. No request is tried
-again: a second try would hide what the first one cost. Requests carry no seed, since engines draw
-seeded noise row by row, which costs speed; replies at a temperature differ from run to run.
+Requests are lists of token ids, a fixed number of them in flight at once. A request is never
+retried, which would hide its cost. Requests carry no seed, since engines draw seeded noise row by
+row, which costs speed; sampled replies differ from run to run.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from ...heads.errors import UserError
 from ...heads.exchange.engines import ENGINES
 from ...heads.exchange.engines.engine import CounterNames, ServerFacts
 from ...heads.files import JsonObject, no_constant
-from ..base.keys import OF_SERVER
-from ..base.settings import Sampling, check_url
+from ..base.settings import SERVER_KEY_VARIABLE, Sampling, check_url
 from ..conversations.prompts import Prompt
+from .results import ServerReport
 from .server_counters import Counters, ServerReply, read_counters
-from .server_figures import ServerReport
 
 PROTOCOLS = {name: engine.server for name, engine in ENGINES.items() if engine.server is not None}
 *_first, _last = (ENGINES[name].title for name in PROTOCOLS)
@@ -33,10 +32,10 @@ MEASURED = f"{', '.join(_first)} or {_last}"
 """Titles of the engines that can be measured, as a list in a sentence."""
 WHOLE_REPLY_S = 600.0  # limit for a reply, however slowly it arrives, and between two chunks
 ANSWER_S = 30.0  # limit for any other answer: models, version, counters
-SETTLE_S = 3.0  # limit for counters: engines add them up a moment after the last chunk has left
+SETTLE_S = 3.0  # limit for counters, which engines update shortly after the last chunk
 # A text in which tokenizers differ: code, digits, letters outside ASCII.
 PROBE = "def add(a, b):\n    return a + b  # 1234 and ünïcode"
-Follow = Callable[[Prompt, list[int]], Prompt | None]
+NextPrompt = Callable[[Prompt, list[int]], Prompt | None]
 """Function of a prompt and its reply's token ids: the conversation's next prompt, or `None`."""
 
 
@@ -59,11 +58,11 @@ class ModelList(Struct):
 def client_of(url: str, headers: dict[str, str] | None = None) -> httpx.AsyncClient:
     """Return a client for the server at `url`, whose requests carry `headers`.
 
-    Raises `UserError` for what is no address.
+    Raises `UserError` for an invalid URL.
     """
     check_url(url, "--server")
-    # Engines close a connection that was idle for 5 s; one that is taken up at that moment would
-    # look like a server that died.
+    # Engines close a connection that was idle for 5 s; if it is reused at that moment, the server
+    # seems to have died.
     limits = httpx.Limits(
         max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0
     )
@@ -78,11 +77,11 @@ def client_of(url: str, headers: dict[str, str] | None = None) -> httpx.AsyncCli
 async def connect(
     client: httpx.AsyncClient, target: str, model: str | None, tokenizer: Any
 ) -> ServerReport:
-    """Return what a server says of itself, as a report without settings.
+    """Return a server's description of itself, as a report without settings.
 
-    `target` is the target's name; `model` is the server's name of it, needed if it serves several.
-    Raises `UserError`, also for a server of another engine, for a model that it does not serve, and
-    where it makes other tokens of a text than `tokenizer` does.
+    `target` is the target's name; `model` is the server's name for it, needed if it serves several.
+    Raises `UserError`, also for an unknown engine, for a model that it does not serve, and if its
+    tokens of a text differ from those of `tokenizer`.
     """
     url = str(client.base_url).rstrip("/")
     models = await models_of(client)
@@ -93,7 +92,7 @@ async def connect(
     if isinstance(protocol.counts, CounterNames):
         counters = await counters_of(client, engine)
         if counters.generated is None and protocol.no_tokens is not None:
-            raise UserError(f"{url} is none of {MEASURED}, or {protocol.no_tokens}")
+            raise UserError(f"{url} is not a {MEASURED}, or {protocol.no_tokens}")
     server_ids = await _tokens_of_probe(client, name)
     if server_ids not in (None, tokenizer(PROBE, add_special_tokens=False)["input_ids"]):
         raise UserError(
@@ -112,13 +111,13 @@ async def connect(
 
 
 async def _recognised(client: httpx.AsyncClient) -> tuple[str, ServerFacts]:
-    """Return the name of a server's engine, and what its own answers say."""
-    # In reverse, because the first engine, vLLM, has no answer of its own and takes every server.
+    """Return the name of a server's engine, and the facts in its answers."""
+    # In reverse, because the first engine, vLLM, has no answer of its own and matches any server.
     for engine, protocol in reversed(PROTOCOLS.items()):
         facts = protocol.recognise([await _get(client, path) for path in protocol.paths])
         if facts is not None:
             return engine, facts
-    raise AssertionError("vLLM takes every server")
+    raise AssertionError("vLLM matches any server")
 
 
 async def models_of(client: httpx.AsyncClient) -> dict[str, ModelEntry]:
@@ -137,9 +136,9 @@ async def models_of(client: httpx.AsyncClient) -> dict[str, ModelEntry]:
 def model_named(
     models: dict[str, ModelEntry], target: str, wanted: str | None, url: str, option: str
 ) -> str:
-    """Return the model's name for requests: the wanted, the target's, or the only base model's.
+    """Return the model's name for requests: `wanted`, the target's, or the only base model's.
 
-    `option` is where a user names it. Raises `UserError` if the wanted one is not served, or if
+    `option` names it on the command line. Raises `UserError` if `wanted` is not served, or if
     several base models are.
     """
     if wanted is not None:
@@ -155,9 +154,9 @@ def model_named(
 
 
 async def _tokens_of_probe(client: httpx.AsyncClient, model: str) -> Any:
-    """Return the server's tokens of `PROBE`; `None` without /tokenize, or with one of another form.
+    """Return the server's tokens of `PROBE`; None if /tokenize is missing or of another form.
 
-    llama.cpp has its own names of the fields.
+    llama.cpp has its own names for the fields.
     """
     body: JsonObject = {"model": model, "prompt": PROBE, "add_special_tokens": False}
     try:
@@ -175,9 +174,9 @@ async def counters_of(
     before: Counters | None = None,
     replies: Sequence[ServerReply] = (),
 ) -> Counters:
-    """Return the counters of an engine as they are now. Raises `UserError` if there are none.
+    """Return the present counters of an engine. Raises `UserError` if it has none.
 
-    With a reading `before` the function waits until they hold the tokens of `replies` more and
+    With a reading `before` the function waits until they include the tokens of `replies` and
     nothing runs, for at most `SETTLE_S` seconds: requests of other clients may never end.
     """
     protocol = PROTOCOLS[engine]
@@ -201,12 +200,12 @@ async def counters_of(
 
 
 async def _get(client: httpx.AsyncClient, path: str) -> Any:
-    """Return the JSON at `path`, `None` if there is none. Raises `UserError` without an answer."""
+    """Return the JSON at `path`, or None. Raises `UserError` if the server does not answer."""
     response = await _request(client, path)
     if response.status_code in (401, 403):
         raise UserError(
-            f"{client.base_url} wants another API key, or one at all; set {OF_SERVER}, or put it "
-            "into a file where the command takes one"
+            f"{client.base_url} requires a valid API key; set {SERVER_KEY_VARIABLE}, or name a "
+            "file with it where the command takes one"
         )
     try:
         return response.json() if response.status_code == 200 else None
@@ -217,7 +216,7 @@ async def _get(client: httpx.AsyncClient, path: str) -> Any:
 async def _request(client: httpx.AsyncClient, path: str) -> httpx.Response:
     """Return the answer to a GET request. Raises `UserError` if none arrives in `ANSWER_S`."""
     try:
-        # httpx's own limit is on the time between two bytes, and this one on the whole answer.
+        # httpx limits the time between two bytes, this the time of the whole answer.
         async with asyncio.timeout(ANSWER_S):
             return await client.get(path)
     except (httpx.HTTPError, TimeoutError) as error:
@@ -234,16 +233,16 @@ async def replies_to(
     concurrency: int,
     sampling: Sampling,
     max_new_tokens: int,
-    follow: Follow,
+    follow: NextPrompt,
     done: Callable[[], object] = lambda: None,
 ) -> list[ServerReply]:
     """Send all prompts, `concurrency` of them at once; return the replies, turn by turn.
 
     The next prompt is sent as soon as one is answered. The later turns of a conversation, which
-    `follow` makes, are sent one after the other in its place. `done` is called when a prompt and
+    `follow` returns, are sent one after the other in its place. `done` is called when a prompt and
     its later turns are answered. Raises `UserError` as soon as one request fails.
     """
-    # By prompt, since replies arrive in another order than prompts were sent in.
+    # By prompt, since replies do not arrive in the order of the prompts.
     replies: list[list[ServerReply]] = [[] for _ in prompts]
     # All workers draw from one iterator, so that each prompt goes to the first that is free.
     waiting = iter(range(len(prompts)))
@@ -258,8 +257,8 @@ async def replies_to(
                 prompt = follow(prompt, reply.ids) if reply.ids is not None else None
             done()
 
-    # All requests in flight fail for one reason (a server that has died, say). The first error is
-    # raised; `asyncio.run` cancels the other workers.
+    # If the server dies, all requests in flight fail. The first error is raised; `asyncio.run`
+    # cancels the other workers.
     await asyncio.gather(*(work() for _ in range(min(concurrency, len(prompts)))))
     return [reply for turns in replies for reply in turns]
 
@@ -278,7 +277,7 @@ async def ask(
     """
     room = max_new_tokens
     if server.context is not None:
-        # An engine may refuse a limit that leads past the end of its context.
+        # An engine may refuse a limit beyond the end of its context.
         room = min(room, server.context - len(prompt.token_ids))
     protocol = PROTOCOLS[server.engine]
     path, body = protocol.request(server.model or "", prompt.token_ids, sampling, room)
@@ -289,11 +288,11 @@ async def ask(
             client.stream("POST", path, json=body) as response,
         ):
             if response.status_code != 200:
-                said = " ".join((await response.aread()).decode(errors="replace").split())
+                reason = " ".join((await response.aread()).decode(errors="replace").split())
                 crowded = response.status_code in (429, 503)
                 raise UserError(
                     f"{server.url} refuses prompt {prompt.id} of {len(prompt.token_ids)} tokens "
-                    f"(status {response.status_code}: {said[:200]}); "
+                    f"(status {response.status_code}: {reason[:200]}); "
                     f"{'give a lower --concurrency' if crowded else 'check its limits'}"
                 )
             async for event in _events(response):
@@ -311,7 +310,7 @@ async def ask(
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[JsonObject]:
-    """Yield the server-sent events up to [DONE]. Raises `DocumentError` for what is no event."""
+    """Yield the server-sent events up to [DONE]. Raises `DocumentError` for an invalid event."""
     async for line in response.aiter_lines():
         if not line.startswith("data:"):
             continue

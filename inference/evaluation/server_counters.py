@@ -1,9 +1,9 @@
 """Counters of speculation in serving engines, and the figures that follow from them.
 
-vLLM and llama.cpp have Prometheus counters that all requests share. A step without a draft (n-grams
-that find nothing) is in none of them, so 1 + accepted / drafts can be above the tokens emitted per
-step, and drafts accepted after an end token count as accepted. SGLang sends its counts with every
-reply. docs/metrics.md#servers-counters compares both with draftsmith's own definitions.
+vLLM and llama.cpp have Prometheus counters that all requests share. They omit steps without a draft
+(n-grams without a match), so 1 + accepted / drafts can exceed the tokens emitted per step, and
+drafts accepted after an end token count as accepted. SGLang sends its counts with every reply.
+docs/metrics.md#servers-counters compares both with draftsmith's own definitions.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 from ...heads.exchange.engines.engine import CounterNames, ReplyCounts, ServerProtocol
 from ...heads.files import JsonObject
 from ..conversations.prompts import Prompt
-from .server_figures import Speculation
+from .results import Speculation
 
-# A line of Prometheus text: name{labels} value, and perhaps a time. Labels may contain braces (a
-# model's name, say), so they reach to the last closing one.
+# A line of Prometheus text: name{labels} value, and perhaps a time. Labels (a model's name, for
+# example) may contain braces, so they reach to the last closing one.
 SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})?[ \t]+(?P<value>\S+)")
-# A server may say anything: a position of at most three digits bounds the list of positions.
+# The server is not trusted: three digits bound the length of the list of positions.
 POSITION = re.compile(r'(?:^|,)position="(\d{1,3})"')
 SPECULATION = "spec_decode_num_"
 
@@ -37,7 +37,7 @@ class ServerReply:
     """Number of the turn in its conversation, from 0."""
     sent: float
     ids: list[int] | None = None
-    """Token ids, the end token included; `None` where the server does not give them."""
+    """Token ids, the end token included; None if the server does not send them."""
     tokens: int = 0
     arrivals: list[float] = field(default_factory=list)
     """The time at which each chunk with tokens arrived."""
@@ -77,8 +77,7 @@ class Counters:
 
     def since(self, before: Counters) -> Counters:
         """Return what was counted since the reading `before`; `running` stays that of this one."""
-        # Positions that the earlier reading does not have were 0 then; zeros too many are cut by
-        # `map`.
+        # Positions that the earlier reading lacks were 0 then; `map` drops surplus zeros.
         earlier = before.by_position + [0] * len(self.by_position)
         return Counters(
             drafts=None if self.drafts is None else self.drafts - (before.drafts or 0),
@@ -91,7 +90,7 @@ class Counters:
 
 
 def read_counters(text: str, names: CounterNames) -> Counters:
-    """Return the counters of an engine from Prometheus text; the rest is passed over."""
+    """Return the counters of an engine from Prometheus text; other metrics are ignored."""
     sums: dict[str, int] = {}
     positions: dict[int, int] = {}
     for line in text.splitlines():
@@ -104,7 +103,7 @@ def read_counters(text: str, names: CounterNames) -> Counters:
         if not math.isfinite(value):
             continue
         name = sample["name"].removesuffix("_total").removeprefix(names.prefix)
-        # The engines of one server differ in a label only; their counts are added up.
+        # The engines of one server differ in a label only; their counts are summed.
         sums[name] = sums.get(name, 0) + int(value)
         if name == f"{SPECULATION}accepted_tokens_per_pos" and (
             position := POSITION.search(sample["labels"] or "")
@@ -120,23 +119,23 @@ def read_counters(text: str, names: CounterNames) -> Counters:
     )
 
 
-def of_counters(
+def speculation_from_counters(
     protocol: ServerProtocol,
     before: Counters,
     after: Counters,
     replies: Sequence[ServerReply],
     speculates: bool | None = None,
 ) -> Speculation:
-    """Return the figures that an engine's counters `before` and `after` the replies give.
+    """Return the figures from an engine's counters `before` and `after` the replies.
 
-    `speculates` is the server's own answer, `None` if it gave none. None counts steps. There were
-    at least as many as drafts; where a step sends a chunk, as chunks after the first of each reply
-    (a slow reader gets two steps in one chunk); and as tokens that neither a prefill nor an
-    accepted draft gave. The largest of these is taken.
+    `speculates` is the server's own answer, None if it gave none. Engines do not count steps. Their
+    number is estimated by the largest of its lower bounds: the drafts; the tokens that came neither
+    from a prefill nor from an accepted draft; and, if each step sends a chunk, the chunks after the
+    first of each reply (a slow reader gets two steps in one chunk).
     """
     assert isinstance(protocol.counts, CounterNames)
     delta, later = after.since(before), sum(reply.tokens - 1 for reply in replies)
-    # llama.cpp counts its drafts, none, without speculation too.
+    # llama.cpp has counters, which stay 0, without speculation too.
     if delta.drafts is None or speculates is False:
         speculation = no_speculation(later)
     else:
@@ -157,14 +156,14 @@ def of_counters(
         )
     if (shared := _shared(delta, replies, before.running)) is not None:
         speculation.warnings = [f"{shared}: tau is of other requests too"]
-        # The counters hold steps of other clients, and `later` tokens of the measured requests.
+        # The counters include other clients' steps, `later` only the measured requests' tokens.
         if speculation.speculates:
             speculation.rounds = speculation.tau_emitted = None
     return speculation
 
 
 def _shared(delta: Counters, replies: Sequence[ServerReply], ran_before: int) -> str | None:
-    """Return what shows that other clients' requests are in the counters; `None` without."""
+    """Return the evidence that the counters include other clients' requests, or None."""
     tokens = sum(reply.tokens for reply in replies)
     if ran_before:
         return f"{ran_before} requests of others were under way before the measurement"
@@ -184,13 +183,13 @@ def no_speculation(steps: int) -> Speculation:
     )
 
 
-def of_replies(
+def speculation_from_replies(
     protocol: ServerProtocol, replies: Sequence[ServerReply], speculates: bool | None
 ) -> Speculation:
-    """Return the figures that the counts that came with the replies give.
+    """Return the figures from the counts that came with the replies.
 
-    `speculates` is the server's own answer, `None` if it gave none. A reply of one token has no
-    verification, and then no count of speculation.
+    `speculates` is the server's own answer, None if it gave none. A reply of one token, which has
+    no verification, has no counts.
     """
     names = protocol.counts
     assert isinstance(names, ReplyCounts)
@@ -225,10 +224,7 @@ def of_replies(
 
 
 def _firsts(metas: list[JsonObject], names: tuple[str, ...]) -> list[Any] | None:
-    """Return the first of the counts `names` that each reply has.
-
-    `None` is returned where a reply has none of them: a sum over the others would be too small.
-    """
+    """Return the first of the counts `names` that each reply has; None if a reply has none."""
     found = []
     for meta in metas:
         present = [meta[name] for name in names if meta.get(name) not in (None, [])]

@@ -1,7 +1,7 @@
-"""The option `draftsmith evaluate --server URL`: acceptance and speed of a running server.
+"""Acceptance and speed of a running server (`draftsmith evaluate --server URL`).
 
-The target's tokenizer renders the prompts; its weights are loaded only where drafters are measured
-in this process as well. docs/metrics.md#servers-counters defines the figures.
+The target's tokenizer renders the prompts; its weights are loaded only if drafters are measured in
+this process too. docs/metrics.md#servers-counters defines the figures.
 """
 
 from __future__ import annotations
@@ -19,28 +19,25 @@ from transformers import GenerationConfig
 from ...heads.errors import UserError
 from ...heads.exchange.engines.engine import CounterNames
 from ...heads.pretrained import end_ids, read_config
-from ..base.console import Progress
-from ..base.keys import headers_with_key
-from ..base.settings import Sampling, TargetConfig
+from ..base.console import ProgressReporter
+from ..base.settings import Sampling, TargetConfig, headers_with_key
 from ..conversations.prompts import Prompt, next_turn
-from ..conversations.rows import GivenRows
 from ..decode import Generation
 from ..metrics import quantiles
 from ..targets.target import Target
 from ..targets.target_files import base_and_adapter
-from .checks import prompts_of, tokenizer_of
 from .measure import Results, first_difference
 from .options import EvaluateOptions
+from .results import ServerFigures, ServerReport, Speculation
 from .server_client import PROTOCOLS, ServerReply, client_of, connect, counters_of, replies_to
-from .server_counters import of_counters, of_replies
-from .server_figures import ServerFigures, ServerReport, Speculation
+from .server_counters import speculation_from_counters, speculation_from_replies
 
 WARM_UP = 8  # tokens of a first reply that is not counted
 
 
 @dataclass
 class ServerMeasurement:
-    """Report about a server, and the replies that it was made of."""
+    """Report about a server, with the replies that it was computed from."""
 
     report: ServerReport
     prompts: list[Prompt]
@@ -51,19 +48,18 @@ class ServerMeasurement:
 
 def measure(
     options: EvaluateOptions,
+    tokenizer: Any,
+    prompts: list[Prompt],
     samplings: Sequence[Sampling],
     concurrency: Sequence[int],
-    rows: GivenRows | None = None,
 ) -> ServerMeasurement:
     """Measure the server at `options.server` for each sampling and concurrency.
 
-    `rows` are prompts in place of those that the options name. Raises `UserError` for prompts that
-    cannot be read or do not fit the server, and for a server that is not there or fails.
+    Raises `UserError` for prompts that do not fit the server, and for a server that cannot be
+    reached or fails.
     """
-    tokenizer = tokenizer_of(options.target)
-    prompts = prompts_of(options, tokenizer, rows)
     settings = generation_settings(options.target)
-    # The settings hold one id, several, or none; then the tokenizer's is taken, if it has one.
+    # The settings hold one id or several; without any the tokenizer's is used, if it has one.
     ends = settings.eos_token_id if settings.eos_token_id is not None else tokenizer.eos_token_id
     penalty = getattr(settings, "repetition_penalty", None) or 1.0
     resolved = [sampling.resolved(penalty) for sampling in samplings]
@@ -89,7 +85,7 @@ def measure(
 
 
 def generation_settings(config: TargetConfig) -> GenerationConfig:
-    """Return the target's generation settings, of its model's config where it has no other."""
+    """Return the target's generation settings, from its model's config if it has no others."""
     path, _ = base_and_adapter(config)
     try:
         return GenerationConfig.from_pretrained(path)
@@ -112,18 +108,17 @@ async def _one(
     """
     server, prompts = found.report, found.prompts
     protocol = PROTOCOLS[server.engine]
-    # Tokens of a later turn's prompt; without a known context, more than any conversation has.
+    # Most tokens of a later turn's prompt; unbounded if the context is not known.
     room = (server.context or 2**40) - options.max_new_tokens
 
     def follow(prompt: Prompt, reply: list[int]) -> Prompt | None:
         return next_turn(prompt, reply, found.tokenizer, options.target.path, eos_ids, room)
 
-    # Counts that do not come with the replies are read before and after the run, and the warm-up
-    # has to be in the first reading.
+    # Counters are read before and after the run; the first reading must include the warm-up.
     before = None
     if isinstance(protocol.counts, CounterNames):
         before = await counters_of(client, server.engine)
-    # The warm-up ends after its first turn, whatever comes next in that conversation.
+    # The warm-up is one turn, without the later turns of its conversation.
     length = min(WARM_UP, options.max_new_tokens)
     warm = await replies_to(client, server, prompts[:1], 1, sampling, length, lambda *_: None)
     if before is not None:
@@ -132,16 +127,16 @@ async def _one(
     requests = [*prompts] * passes
     label = f"server, T = {sampling.temperature:g}, {at_once} at once"
     longest = options.max_new_tokens
-    with Progress(total=len(requests), desc=label) as bar:
+    with ProgressReporter(total=len(requests), desc=label) as bar:
         replies = await replies_to(
             client, server, requests, at_once, sampling, longest, follow, bar.update
         )
     found.replies.append(replies)
     if before is None:
-        speculation = of_replies(protocol, replies, server.speculates)
+        speculation = speculation_from_replies(protocol, replies, server.speculates)
     else:
         after = await counters_of(client, server.engine, before, replies)
-        speculation = of_counters(protocol, before, after, replies, server.speculates)
+        speculation = speculation_from_counters(protocol, before, after, replies, server.speculates)
     server.settings.append(figures_of(sampling, at_once, replies, speculation))
 
 
@@ -191,7 +186,7 @@ def compare_replies(
         gaps: dict[tuple[int, int, tuple[int, ...]], float] = {}
         for reply in replies:
             prompt, expected = reply.prompt, plain.get((reply.prompt.place, reply.turn))
-            # Where the server's reply to an earlier turn differed, so does everything after it.
+            # If the server's reply to an earlier turn differed, so does its prompt.
             if reply.ids is None or expected is None or expected.prompt_ids != prompt.token_ids:
                 continue
             compared += 1

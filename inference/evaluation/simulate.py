@@ -12,30 +12,35 @@ from pathlib import Path
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
-from ..base.console import Console
-from ..base.costs import GPUS, Roofline, best_length, break_even, chain_tokens, speedup, stretched
+from ..base.console import OutputConsole
+from ..base.costs import (
+    GPUS,
+    Roofline,
+    best_length,
+    break_even,
+    chain_tokens,
+    extend_acceptances,
+    speedup,
+)
 from ..base.output_paths import check_json, output_json
-from .checks import numbers
+from .figure_text import ratio_text
 from .options import SimulateOptions as Options
-from .results import DrafterFigures, factor, read_measured
+from .results import DrafterFigures, read_measured
 from .tables import table_of
 
-LONGEST = 16  # chains that are tried: servers take no longer ones
-USUAL_COST = (
-    0.05  # of a draft, in plain steps: one layer and the head of a target of some 30 layers
-)
+LONGEST = 16  # longest chain that is tried, which is the longest that servers accept
+USUAL_COST = 0.05  # of a draft, in plain steps: one layer and the head of a target of 30 layers
 BATCHES = (1, 16, 64, 256, 512)  # requests at once of the roofline; a server of one GPU runs fewer
-# Shares of the data sheet's peaks that servers' kernels usually reach.
+# Shares of the data sheet's peaks that kernels of servers usually reach.
 COMPUTE_SHARE, BANDWIDTH_SHARE = 0.5, 0.8
-# Keys and values of a position: 8 heads of 128 in bfloat16 are 4 KB a layer; of targets with 8e9
-# parameters, which have 32 layers, and others the number of layers grows with the root of their
-# size (64 at 32e9).
+# Keys and values of a position: 8 heads of 128 in bfloat16 are 4 KB a layer. Targets of 8e9
+# parameters have 32 layers; the number grows with the square root of the size (64 at 32e9).
 KV_BYTES, KV_PARAMS = 131072, 8e9
 
 
 def run(options: Options) -> None:
     """Compute and print the gains, and write the JSON file, if any. Raises `UserError`."""
-    console = Console()
+    console = OutputConsole()
     check_json(options.json)
     if not Path(options.acceptance).is_file():
         chain = Chain(None, assumed(options.acceptance), USUAL_COST)
@@ -56,7 +61,7 @@ class Chain:
     """Acceptances of a chain."""
 
     name: str | None
-    """Name of a measured drafter; None for what a user assumes."""
+    """Name of a measured drafter; None for assumed acceptances."""
     acceptances: list[float]
     draft_cost: float
     """Time of a draft step over that of a plain step of the target."""
@@ -64,22 +69,27 @@ class Chain:
 
 def assumed(acceptance: str) -> list[float]:
     """Return the acceptances that a user wrote. Raises `UserError`."""
-    given = numbers(acceptance, "--acceptance", float)
-    if not all(0 <= share <= 1 for share in given):
+    try:
+        shares = [float(share) for share in acceptance.split(",")]
+    except ValueError as error:
+        raise UserError(
+            f"--acceptance takes numbers with commas between them, not {acceptance!r}"
+        ) from error
+    if not all(0 <= share <= 1 for share in shares):
         raise UserError("--acceptance must lie between 0 and 1")
-    return given
+    return shares
 
 
 def simulation(options: Options, chain: Chain, longest: int = LONGEST) -> JsonObject:
     """Return every number that is shown for the acceptances and the cost of `chain`.
 
-    Chains of at most `longest` drafts are tried: of a report no longer ones than the drafter's. A
-    cost that the user gave replaces a measured one. With a GPU, `roofline` has a row for each of
-    `BATCHES`, and `by_load` the best numbers of drafts by requests at once.
+    Chains of at most `longest` drafts are tried. The option `draft_cost` replaces a measured cost.
+    With a GPU, `roofline` has a row for each of `BATCHES`, and `by_load` the best numbers of drafts
+    by concurrent requests.
     """
     given, length = chain.acceptances, min(options.length, longest)
     cost = chain.draft_cost if options.draft_cost is None else options.draft_cost
-    by_position = stretched(given, length)
+    by_position = extend_acceptances(given, length)
     tokens = chain_tokens(by_position)
     results: JsonObject = {
         "acceptance": by_position,
@@ -118,7 +128,7 @@ def simulation(options: Options, chain: Chain, longest: int = LONGEST) -> JsonOb
 def longest_chain(path: str) -> Chain:
     """Return the longest chain in a report, with its name and cost as measured.
 
-    Raises `UserError` if there is none with times and acceptances.
+    Raises `UserError` if no chain has times and acceptances.
     """
     found: list[Chain] = []
     for setting in read_measured(path).settings:
@@ -127,7 +137,7 @@ def longest_chain(path: str) -> Chain:
             seen = [share for share in drafter.cond_accept if share is not None]
             timed = plain.rounds and drafter.rounds and "draft" in drafter.split
             plain_s = sum(plain.split.values())
-            # Of a tree the acceptances are those of several tokens at a depth.
+            # The acceptances of a tree are those of several tokens at a depth.
             if not (seen and timed and plain_s and drafts_chains(drafter)):
                 continue
             # drafting time of a round, in plain steps, shared equally among the levels
@@ -142,9 +152,9 @@ def longest_chain(path: str) -> Chain:
 
 
 def drafts_chains(drafter: DrafterFigures) -> bool:
-    """Return true for figures of chains, as far as a report tells.
+    """Return True for figures of chains, as far as a report shows.
 
-    An engine's setting says how wide it drafts; a tree has more nodes than levels.
+    An engine's setting holds the width of its drafts; a tree has more nodes than levels.
     """
     if drafter.setting is not None:
         return drafter.setting.get("width", 1) == 1
@@ -166,7 +176,7 @@ def by_load(drafts: Sequence[int]) -> list[list[int]]:
     return ranges
 
 
-def show(found: JsonObject, console: Console) -> None:
+def show(found: JsonObject, console: OutputConsole) -> None:
     """Print the results of `simulation` as sentences and tables."""
     console.print(
         f"{found['tokens']:.3f} tokens a round, {found['speedup']:.2f}x at draft cost "
@@ -191,9 +201,9 @@ def show(found: JsonObject, console: Console) -> None:
             "batch": str(row["batch"]),
             "plain step": f"{1e3 * row['plain_s']:.2f} ms",
             "verify": f"{row['verify_cost']:.2f} steps",
-            "speed-up": factor(row["speedup"]),
+            "speed-up": ratio_text(row["speedup"]),
             "best K": str(row["best"]["length"]),
-            "its speed-up": factor(row["best"]["speedup"]),
+            "its speed-up": ratio_text(row["best"]["speedup"]),
         })  # fmt: skip
     console.print(table_of(title, rows).terminal())
     parts = [

@@ -14,24 +14,22 @@ from dataclasses import dataclass, replace
 from rich.console import Group
 from rich.text import Text
 
-from ..base.console import Console, plain_table
-from .remarks import fastest, headline
-from .results import (
+from ..base.console import OutputConsole, plain_table
+from .figure_text import (
     NOTHING,
     SHOWN,
-    DrafterFigures,
-    Report,
-    SettingFigures,
-    by_depth,
     caption,
-    factor,
-    identical,
+    equal_replies_text,
+    fastest,
+    headline,
     interval_text,
-    known,
-    with_interval,
-    written,
+    is_measured,
+    number_text,
+    number_with_interval,
+    ratio_text,
+    survival_text,
 )
-from .server_figures import ServerReport
+from .results import DrafterFigures, Report, ServerReport, SettingFigures
 
 UNNAMED = "(none)"  # the category of prompts that have none
 MOST = 8  # columns of a table, unless a reader asks for all
@@ -47,22 +45,21 @@ IMPORTANT = (
 
 
 @dataclass(frozen=True)
-class Table:
-    """Texts in rows and columns; the first column names the row."""
+class FigureTable:
+    """Table of texts, whose first column names the row."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     best: Collection[int] = ()
-    """Numbers of the rows that are set in bold, from 0."""
+    """Numbers of the rows in bold type, from 0."""
     switches: Sequence[str] = ()
-    """Columns of few values, by which a reader of the page can choose rows."""
+    """Columns by whose values a reader of the page can filter rows."""
     important: Sequence[str] = ()
-    """Columns that stay in a table of `MOST`, those of most weight first; further ones follow in
-    their order."""
+    """Columns that a narrow table keeps, the most important first; the others follow in order."""
 
     def few(self, most: int = MOST) -> list[int]:
-        """Return the places of the `most` most important columns, in their order."""
+        """Return the indices of the `most` most important columns, in their order."""
         others = (column for column in self.columns if column not in self.important)
         ranked = [*self.important, *others][:most]
         return [place for place, column in enumerate(self.columns) if column in ranked]
@@ -76,19 +73,19 @@ class Table:
         return 2
 
     def _needed(self, place: int) -> int:
-        """Return the width of a column: that of its cells and of its folded title."""
+        """Return the width of a column for its cells and its folded title."""
         cells = max(len(row[place]) for row in self.rows)
         if place == 0:
             return min(cells, LONGEST_NAME)
         return max(cells, *map(len, textwrap.wrap(self.columns[place], TITLE)))
 
-    def of(self, places: Sequence[int], title: str | None = None) -> Table:
+    def of(self, places: Sequence[int], title: str | None = None) -> FigureTable:
         """Return the table with the columns at `places`, under another title if one is given."""
         rows = [[row[place] for place in places] for row in self.rows]
         columns = [self.columns[place] for place in places]
         return replace(self, title=title or self.title, columns=columns, rows=rows)
 
-    def split(self, most: int = MOST) -> list[Table]:
+    def split(self, most: int = MOST) -> list[FigureTable]:
         """Return tables of at most `most` columns that together have all; each has the first."""
         tables = []
         for start in range(1, len(self.columns), most - 1):
@@ -125,17 +122,17 @@ def table_of(
     best: Collection[int] = (),
     switches: Sequence[str] = (),
     important: Sequence[str] = (),
-) -> Table:
+) -> FigureTable:
     """Return the table of `rows`, at least one, each with its texts by the same columns."""
     cells = [list(row.values()) for row in rows]
-    return Table(title, list(rows[0]), cells, best, switches, important)
+    return FigureTable(title, list(rows[0]), cells, best, switches, important)
 
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def summary(report: Report) -> Table:
+def summary(report: Report) -> FigureTable:
     """Return the table of all settings, with a row for each setting and each way of decoding.
 
     The fastest drafter of each setting is in bold.
@@ -150,7 +147,7 @@ def summary(report: Report) -> Table:
             rows.append(cells_of(setting, name, figures, report.drafter_bytes.get(name)))
     title = caption(*report.settings) if len(report.settings) == 1 else "Every setting"
     switches = ("temperature", "batch size")
-    # what is the same in all rows is above the charts already
+    # a value that all rows share is shown above the charts already
     differing = [column for column in switches if len({row[column] for row in rows}) > 1]
     important = (*IMPORTANT[:2], *differing, *IMPORTANT[2:])
     return table_of(title, rows, best=best, switches=switches, important=important)
@@ -161,7 +158,7 @@ def by_speed(setting: SettingFigures) -> list[str]:
 
     def slowness(name: str) -> float:
         speedup = setting.drafters[name].speedup
-        return -speedup if known(speedup) else math.inf
+        return -speedup if is_measured(speedup) else math.inf
 
     return sorted(setting.drafters, key=slowness)
 
@@ -176,39 +173,38 @@ def cells_of(
     own_speedup = None if name == "plain" else s.speedup_ci95
     return {
         "drafter": name,
-        "speed-up": factor(s.speedup),
+        "speed-up": ratio_text(s.speedup),
         "temperature": f"{setting.temperature:g}",
         "batch size": str(setting.batch),
-        "tau": written(s.tau_incl_bonus),
-        "identical replies": identical(s.equal_to_ar, s.requests),
+        "tau": number_text(s.tau_incl_bonus),
+        "identical replies": equal_replies_text(s.equal_to_ar, s.requests),
         "tau, 95% interval": (interval_text(s.tau_ci95) if drafts else "") or NOTHING,
         "speed-up, 95% interval": interval_text(own_speedup) or NOTHING,
-        "tokens a second": written(s.tokens_s, ".0f" if (s.tokens_s or 0) >= 10 else ".1f"),
-        "drafted tokens a round": written(s.mean_n_draft if drafts else None, ".1f"),
-        "share of them accepted": written(s.accept_rate if drafts else None),
-        ACCEPTED: by_depth(s.survival),
-        "time to first token, median, ms": written(ttft.get("p50"), ".1f", 1000),
-        "time per later token, median, ms": written(tpot.get("p50"), ".2f", 1000),
-        "95th percentile of that, ms": written(tpot.get("p95"), ".2f", 1000),
+        "tokens a second": number_text(s.tokens_s, ".0f" if (s.tokens_s or 0) >= 10 else ".1f"),
+        "drafted tokens a round": number_text(s.mean_n_draft if drafts else None, ".1f"),
+        "share of them accepted": number_text(s.accept_rate if drafts else None),
+        ACCEPTED: survival_text(s.survival),
+        "time to first token, median, ms": number_text(ttft.get("p50"), ".1f", 1000),
+        "time per later token, median, ms": number_text(tpot.get("p50"), ".2f", 1000),
+        "95th percentile of that, ms": number_text(tpot.get("p95"), ".2f", 1000),
         "size of the drafter": size(weights),
-        "tau if no reply stopped inside a round": written(s.tau_untruncated),
-        "loops": written(s.loop_share, ".0%"),
+        "tau if no reply stopped inside a round": number_text(s.tau_untruncated),
+        "loops": number_text(s.loop_share, ".0%"),
     }
 
 
 def size(count: int | None) -> str:
-    """Return a number of bytes in B, kB, MB or GB (powers of 1000); a dash for none."""
+    """Return a number of bytes in B, kB, MB or GB (powers of 1000); a dash for 0 or None."""
     if not count:
         return NOTHING
     unit = min(int(math.log10(count)) // 3, 3)
     return f"{count / 1000**unit:.3g} {('B', 'kB', 'MB', 'GB')[unit]}"
 
 
-def served(report: Report) -> Table | None:
-    """Return the table of a live server, with a row for each temperature and concurrency.
+def server_table(report: Report) -> FigureTable | None:
+    """Return the table of a live server, with a row for each temperature and concurrency, or None.
 
-    `None` is returned if no server was measured. Its figures are defined in
-    docs/metrics.md#servers-counters.
+    docs/metrics.md#servers-counters defines its figures.
     """
     if (server := report.server) is None or not server.settings:
         return None
@@ -217,16 +213,16 @@ def served(report: Report) -> Table | None:
         ttft, tpot = s.ttft_quantiles_s or {}, s.tpot_quantiles_s or {}
         rows.append({
             "setting": f"T = {s.temperature:g}, {s.concurrency} at once",
-            "tau": written(s.tau_incl_bonus),
-            "tau, steps without a draft counted": written(s.tau_emitted),
-            ACCEPTED: by_depth(s.survival),
-            "share of drafted tokens accepted": written(s.accept_rate),
-            "tokens a second": written(s.tokens_s, ".0f"),
-            "time to first token, median, ms": written(ttft.get("p50"), ".1f", 1000),
-            "95th percentile of that, ms": written(ttft.get("p95"), ".1f", 1000),
-            "time per later token, median, ms": written(tpot.get("p50"), ".1f", 1000),
-            "95th percentile of that one, ms": written(tpot.get("p95"), ".1f", 1000),
-            "identical replies": identical(s.equal_to_plain, s.compared),
+            "tau": number_text(s.tau_incl_bonus),
+            "tau, steps without a draft counted": number_text(s.tau_emitted),
+            ACCEPTED: survival_text(s.survival),
+            "share of drafted tokens accepted": number_text(s.accept_rate),
+            "tokens a second": number_text(s.tokens_s, ".0f"),
+            "time to first token, median, ms": number_text(ttft.get("p50"), ".1f", 1000),
+            "95th percentile of that, ms": number_text(ttft.get("p95"), ".1f", 1000),
+            "time per later token, median, ms": number_text(tpot.get("p50"), ".1f", 1000),
+            "95th percentile of that one, ms": number_text(tpot.get("p95"), ".1f", 1000),
+            "identical replies": equal_replies_text(s.equal_to_plain, s.compared),
         })  # fmt: skip
     important = (
         "setting", "tau", "tau, steps without a draft counted", "tokens a second", ACCEPTED,
@@ -235,12 +231,12 @@ def served(report: Report) -> Table | None:
     return table_of(server.title, rows, important=important)
 
 
-def categories(settings: Sequence[SettingFigures], intervals: bool = True) -> list[Table]:
-    """Return tables of tau by category (rows) and drafter (columns); none for one category.
+def categories(settings: Sequence[SettingFigures], intervals: bool = True) -> list[FigureTable]:
+    """Return tables of tau by category (rows) and drafter (columns).
 
     Settings that differ in their batch size only and have the same figures share a table.
     """
-    groups: dict[tuple[float, str], tuple[list[SettingFigures], Table]] = {}
+    groups: dict[tuple[float, str], tuple[list[SettingFigures], FigureTable]] = {}
     for setting in settings:
         by_drafter = {name: s.by_category for name, s in setting.drafting.items() if s.by_category}
         names = sorted({category for by in by_drafter.values() for category in by})
@@ -251,7 +247,7 @@ def categories(settings: Sequence[SettingFigures], intervals: bool = True) -> li
                 # a drafter whose replies had no round has no tau in that category
                 of_one = by.get(category)
                 tau, pair = (of_one.tau_incl_bonus, of_one.tau_ci95) if of_one else (None, None)
-                cells[name] = with_interval(tau, pair if intervals else None)
+                cells[name] = number_with_interval(tau, pair if intervals else None)
             rows.append(cells)
         if rows:
             key = setting.temperature, repr(rows)
@@ -263,7 +259,7 @@ def categories(settings: Sequence[SettingFigures], intervals: bool = True) -> li
 
 
 def remarks_of(report: Report) -> list[str]:
-    """Return what a reader of the table of settings needs besides: warnings, near-ties."""
+    """Return the remarks below the table of settings: warnings and near-ties."""
     lines = []
     for setting in report.settings:
         for name, figures in setting.drafters.items():
@@ -280,7 +276,7 @@ def near_tie(gap: float) -> str:
 
 
 def remarks_of_server(server: ServerReport) -> list[str]:
-    """Return what a reader of a server's table needs besides: warnings, near-ties, definitions."""
+    """Return the remarks below a server's table: warnings, near-ties and definitions."""
     lines = []
     for s in server.settings:
         label = f"T = {s.temperature:g}, {s.concurrency} at once"
@@ -298,13 +294,13 @@ def remarks_of_server(server: ServerReport) -> list[str]:
     return lines
 
 
-def show(report: Report, console: Console | None = None) -> None:
+def show(report: Report, console: OutputConsole | None = None) -> None:
     """Print the headline, the tables with as many columns as fit, and the remarks on them.
 
     The tables are as wide as the console; without a terminal 120 columns, unless COLUMNS is set.
     """
     if console is None:
-        console = Console()
+        console = OutputConsole()
         if not console.is_terminal and "COLUMNS" not in os.environ:
             console.width = IN_A_FILE
 
@@ -312,7 +308,7 @@ def show(report: Report, console: Console | None = None) -> None:
         for line in lines:
             console.print(line, style=style, highlight=False, markup=False)
 
-    def draw(table: Table) -> None:
+    def draw(table: FigureTable) -> None:
         console.print()
         few = table.of(table.few(table.fitting(console.width)))
         console.print(few.terminal())
@@ -332,6 +328,6 @@ def show(report: Report, console: Console | None = None) -> None:
             for part in table.split(table.fitting(console.width)):
                 draw(part)
     say([f"{name} is left out: {reason}" for name, reason in report.left_out.items()])
-    if (table := served(report)) is not None and report.server is not None:
+    if (table := server_table(report)) is not None and report.server is not None:
         draw(table)
         say(remarks_of_server(report.server))

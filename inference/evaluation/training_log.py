@@ -11,8 +11,9 @@ from pathlib import Path
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
-from .results import NAN, known, with_interval, written
-from .tables import Table, table_of
+from .figure_text import is_measured, number_text, number_with_interval
+from .results import NAN
+from .tables import FigureTable, table_of
 
 log = logging.getLogger(__name__)
 
@@ -22,9 +23,8 @@ METRICS_FILE = "metrics.jsonl"
 def read_metrics(path: Path) -> list[JsonObject]:
     """Return the rows that a training run has logged, at least one.
 
-    A last line that a killed run has left half-written is left out, with a warning. Raises
-    `UserError` for a file that cannot be read, for another line that is no row, and for a log
-    without rows.
+    An incomplete last line of a killed run is left out, with a warning. Raises `UserError` for a
+    file that cannot be read, for any other invalid line, and for a log without rows.
     """
     try:
         lines = path.read_text().splitlines()
@@ -36,12 +36,12 @@ def read_metrics(path: Path) -> list[JsonObject]:
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            _ = row["step"] + 0  # raises TypeError for a step that is no number
+            _ = row["step"] + 0  # raises TypeError unless the step is a number
             rows.append({name: math.nan if v is None else v for name, v in row.items()})
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             if number < len(lines):
                 raise UserError(
-                    f"{path} is no log of a training run: line {number} holds no step; fix or "
+                    f"{path} is not the log of a training run: line {number} holds no step; fix or "
                     "remove it"
                 ) from error
             log.warning("%s: its last line is not whole and is left out", path)
@@ -51,10 +51,9 @@ def read_metrics(path: Path) -> list[JsonObject]:
 
 
 def repair_metrics(path: Path) -> None:
-    """End the log `path` with a whole line, so that the next one does not follow on half a line.
+    """Cut an incomplete last line off the log `path`, if it exists, with a warning.
 
-    What a killed run, or one on a full disk, has left half-written is cut off, with a warning. A
-    log that does not exist is left so.
+    A killed run, or one on a full disk, may have left it; the next row must not continue it.
     """
     if not path.exists():
         return
@@ -73,7 +72,7 @@ def repair_metrics(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Training:
-    """Name of a training run, and the rows of its log."""
+    """Training run with the rows of its log."""
 
     name: str
     rows: Sequence[JsonObject]
@@ -81,29 +80,29 @@ class Training:
     def curve(self, key: str, evaluated: bool | None = None) -> dict[float, float]:
         """Return the finite values of `key` by their steps, in order.
 
-        `evaluated` chooses rows of evaluations, or those of training; both if None. A step that was
+        `evaluated` selects rows of evaluations or of training; None selects both. A step that was
         logged again after a restart counts once, with its last value.
         """
         values = {}
         for row in self.rows:
             wanted = evaluated is None or evaluated == ("tau_estimated" in row)
-            if wanted and known(row.get(key)):
+            if wanted and is_measured(row.get(key)):
                 values[row["step"]] = row[key]
         return dict(sorted(values.items()))
 
     def tau(self, step: float) -> tuple[float | None, tuple[float | None, float | None]]:
-        """Return tau as measured at a step, with its 95% interval; None where it is not known."""
+        """Return tau as measured at a step, with its 95% interval; None for unknown figures."""
         measured, low, high = (
             self.curve(f"tau_measured{edge}").get(step) for edge in ("", "_low", "_high")
         )
         return measured, (low, high)
 
 
-def trainings(runs: Sequence[Training]) -> Table | None:
-    """Return a row for each training run, with its end and its best evaluation; `None` for no runs.
+def trainings(runs: Sequence[Training]) -> FigureTable | None:
+    """Return a row for each training run, with its end and its best evaluation; None without runs.
 
-    The best evaluation is the one of the highest measured tau, or of the highest estimated tau
-    where nothing was measured. A drafter that was trained further has a tau before its first step.
+    The best evaluation has the highest measured tau, or estimated tau if nothing was measured. A
+    drafter that was trained further has a tau before its first step.
     """
     rows = []
     for run in runs:
@@ -113,12 +112,12 @@ def trainings(runs: Sequence[Training]) -> Table | None:
         rows.append({
             "run": run.name,
             "steps": f"{max(row['step'] for row in run.rows):.0f}",
-            "last loss": written([None, *run.curve("loss").values()][-1], ".3f"),
-            "tau before training": with_interval(*run.tau(0))
+            "last loss": number_text([None, *run.curve("loss").values()][-1], ".3f"),
+            "tau before training": number_with_interval(*run.tau(0))
             if 0 in measured
-            else written(estimated.get(0)),
-            "best tau, measured": with_interval(*run.tau(best)),
-            "tau, estimated there": written(estimated.get(best)),
-            "at step": written(best, ".0f"),
+            else number_text(estimated.get(0)),
+            "best tau, measured": number_with_interval(*run.tau(best)),
+            "tau, estimated there": number_text(estimated.get(best)),
+            "at step": number_text(best, ".0f"),
         })  # fmt: skip
     return table_of("Training runs", rows) if rows else None

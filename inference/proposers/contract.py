@@ -34,7 +34,7 @@ class Prompts:
 
 
 class Given(NamedTuple):
-    """Words by which a user named a drafter, and from which `evaluation/names.py` names it."""
+    """Words by which a user named a drafter; `evaluation/drafter_names.py` makes its name."""
 
     spec: str
     suffix: str = ""

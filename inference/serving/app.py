@@ -31,28 +31,35 @@ from yaml import YAMLError
 from ...heads.files import JsonObject
 from ..base.settings import Sampling
 from .engine import INTERNAL, BatchSettings, Engine, RequestError
-from .protocol import ChatRequest, Common, CompletionRequest, read_request, requests_of, sampling_of
-from .replies import EventStream, Pending
+from .protocol import (
+    ChatRequest,
+    CompletionRequest,
+    RequestFields,
+    read_request,
+    requests_of,
+    sampling_of,
+)
+from .replies import EventStream, PendingReplies
 
 PAGE = Path(__file__).with_name("page")
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-    # No text becomes HTML, whatever a script of the page does with it.
+    # Scripts of the page cannot turn a text into HTML.
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 FILES = {f"/{file.name}": file for file in PAGE.iterdir() if file.suffix in TYPES}
 FILES["/"] = FILES.pop("/page.html")
+OPEN_PATHS = ("/health", "/version")
 VERSION = f"draftsmith {metadata.version('draftsmith')}"
 LARGEST_BODY = 2 << 20
-"""Bytes. A prompt of 131,072 tokens has half a megabyte as text, up to 1.2 where a language's
-characters are all escaped as \\uXXXX, and a megabyte as token ids. While a body is parsed, no other
-thread runs Python: 2 MiB of small lists take 0.3 s."""
-LATEST_S = 10.0  # time in which a body has to be sent
+"""Bytes. A prompt of 131,072 tokens has half a megabyte as text, up to 1.2 if all characters are
+escaped as \\uXXXX, and a megabyte as token ids. While a body is parsed, no other thread runs
+Python: 2 MiB of small lists take 0.3 s."""
+LATEST_S = 10.0  # limit for sending a body
 SPARE = 256
-"""Connections besides those of requests that run or wait: of pages, and of clients between two
-requests."""
+"""Connections in addition to requests that run or wait: pages, and clients between requests."""
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -62,7 +69,7 @@ class Service:
 
     engine: Engine
     defaults: Sampling
-    """Sampling parameters that a request does not name."""
+    """Sampling parameters for requests that do not set them."""
     longest: int = 1024
     """Tokens of a reply where the request gives no limit."""
     api_key: str | None = None
@@ -92,7 +99,7 @@ class Service:
         own = {
             "parent": None,
             "drafter": drafters[0],
-            # The last part of a path alone is often "target", "best" or "final".
+            # The last part of a path is often just "target", "best" or "final".
             "title": "/".join(Path(target.name).parts[-2:]).strip("/"),
             "about": f"{target.model.config.model_type}, {config.num_hidden_layers} layers, "
             f"hidden size {config.hidden_size}, {str(target.dtype).removeprefix('torch.')}, "
@@ -109,7 +116,7 @@ class Service:
         """Return the entry of a model. Raises `RequestError` for an unknown one."""
         if name in self.models:
             return self.models[name]
-        message = f"there is no model {name!r}; there are: {', '.join(self.models)}"
+        message = f"unknown model {name!r}; there are: {', '.join(self.models)}"
         raise RequestError(message, "model", "model_not_found", 404)
 
 
@@ -117,7 +124,7 @@ def writes_code(path: str) -> bool:
     """Return true if the model card in a target's folder has the tag "code"."""
     try:
         card = metadata_load(Path(path, "README.md")) or {}
-    except (OSError, ValueError, YAMLError):  # there is none, or it is damaged
+    except (OSError, ValueError, YAMLError):  # it is missing or damaged
         return False
     tags = card.get("tags")
     return isinstance(tags, list) and "code" in tags
@@ -125,22 +132,21 @@ def writes_code(path: str) -> bool:
 
 def app_of(service: Service) -> Starlette:
     """Return the application, whose engine the caller closes."""
-    routes = [Route(path, page_file) for path in FILES]
-    routes += [Route(path, handler) for path, handler in open_paths(service).items()]
-    for path, handler in keyed_paths(service).items():
+    routes, handlers = [Route(path, page_file) for path in FILES], handlers_of(service)
+    for path, handler in handlers.items():
         method = "POST" if path.endswith("completions") else "GET"
-        handler = with_key(handler, service.api_key) if service.api_key is not None else handler
+        if service.api_key is not None and path not in OPEN_PATHS:
+            handler = with_key(handler, service.api_key)
         routes.append(Route(path, handler, methods=[method]))
 
     async def failed(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code == 404:
-            paths = ", ".join([*keyed_paths(service), *open_paths(service)])
-            message = f"there is no {request.url.path}; there are {paths}"
+            message = f"unknown path {request.url.path}; there are {', '.join(handlers)}"
             error = RequestError(message, None, "unknown_url", 404)
         elif isinstance(error, HTTPException):  # such as a GET in place of a POST
             headers = dict(error.headers or {})
             error = RequestError(error.detail, None, None, error.status_code, headers)
-        elif isinstance(error, ClientDisconnect):  # while it sent its body: nobody reads an answer
+        elif isinstance(error, ClientDisconnect):  # while it sent its body: no one reads the answer
             error = RequestError("the client has left")
         elif not isinstance(error, RequestError):  # the server's log shows it
             error = RequestError(INTERNAL, None, "internal_error", 500)
@@ -148,7 +154,7 @@ def app_of(service: Service) -> Starlette:
 
     return Starlette(
         routes=routes,
-        # A name that another site's owner lets point at this machine must not reach the server.
+        # Against DNS rebinding: another site's host name must not reach the server.
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=service.hosts)],
         exception_handlers=dict.fromkeys(
             (HTTPException, ClientDisconnect, RequestError, Exception), failed
@@ -156,8 +162,8 @@ def app_of(service: Service) -> Starlette:
     )
 
 
-def open_paths(service: Service) -> dict[str, Handler]:
-    """Return what answers at each path that needs no key."""
+def handlers_of(service: Service) -> dict[str, Handler]:
+    """Return the handlers by path; those of `OPEN_PATHS` need no API key."""
 
     async def health(request: Request) -> Response:
         if service.engine.alive:
@@ -166,12 +172,6 @@ def open_paths(service: Service) -> dict[str, Handler]:
 
     async def version(request: Request) -> Response:
         return JSONResponse({"version": VERSION})
-
-    return {"/health": health, "/version": version}
-
-
-def keyed_paths(service: Service) -> dict[str, Handler]:
-    """Return what answers at each path that asks for the API key, where there is one."""
 
     async def models(request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [*service.models.values()]})
@@ -188,11 +188,13 @@ def keyed_paths(service: Service) -> dict[str, Handler]:
         "/v1/models": models,
         "/v1/models/{model:path}": one_model,  # a name may have slashes
         "/metrics": counters,
+        "/health": health,
+        "/version": version,
     }
 
 
 async def page_file(request: Request) -> Response:
-    """Return one of the page's files."""
+
     file = FILES[request.url.path]
     headers = {
         "Content-Security-Policy": POLICY,
@@ -216,15 +218,18 @@ def with_key(handler: Handler, key: str) -> Handler:
     return checked
 
 
-async def complete(request: Request, kind: type[Common], service: Service) -> Response:
-    """Decode what a request asks for, and return the answer, whole or as a stream of events.
+async def complete(request: Request, kind: type[RequestFields], service: Service) -> Response:
+    """Decode the replies to a request, and return the answer, whole or as a stream of events.
 
     Raises `RequestError`.
     """
     engine, name = service.engine, service.name
 
-    def understood(body: bytes) -> partial[Pending]:
-        """Return what a body asks for, with its prompts encoded. Raises `RequestError`."""
+    def understood(body: bytes) -> partial[PendingReplies]:
+        """Parse a body, encode its prompts, and return a function that submits them.
+
+        Raises `RequestError`.
+        """
         asked = read_request(body, kind)
         model = asked.model or name
         drafter = service.model(model)["drafter"]
@@ -236,9 +241,9 @@ async def complete(request: Request, kind: type[Common], service: Service) -> Re
             asked.ignore_eos,
         )
         requests = requests_of(asked, engine, name, service.longest)
-        return partial(Pending, engine, asked, model, settings, requests)
+        return partial(PendingReplies, engine, asked, model, settings, requests)
 
-    # Another thread reads and encodes it, so that the connections need not wait.
+    # In another thread, so that other connections need not wait.
     submit = await run_in_threadpool(understood, await body_of(request))
     pending = submit()
     left = asyncio.ensure_future(leaving(request))
@@ -255,8 +260,8 @@ async def complete(request: Request, kind: type[Common], service: Service) -> Re
 async def body_of(request: Request) -> bytes:
     """Return the body of a request.
 
-    Raises `RequestError` for one that is too large, too late or not JSON by name. A page of another
-    site can send text to this server without asking, but not JSON.
+    Raises `RequestError` for one that is too large, too late or not declared as JSON. Without the
+    server's consent another site's page can send it text, but not JSON.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -272,19 +277,19 @@ async def body_of(request: Request) -> bytes:
                     raise RequestError(why, code="request_too_large", status=413)
     except TimeoutError as error:
         why = f"the request was not sent within {LATEST_S:g} seconds"
-        close = {"Connection": "close"}  # the rest of the body is not waited for
+        close = {"Connection": "close"}  # do not wait for the rest of the body
         raise RequestError(why, None, "request_timeout", 408, close) from error
     return bytes(body)
 
 
 async def leaving(request: Request) -> None:
-    """Return when the client has closed the connection, after its body was read."""
+    """Return when the client closes the connection, once its body was read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-class Server(uvicorn.Server):
-    """Server that ends what is being decoded before it waits for its connections."""
+class DecodingServer(uvicorn.Server):
+    """Server that on shutdown stops decoding before it waits for its connections."""
 
     def __init__(self, app: ASGIApp, engine: Engine) -> None:
         self._engine = engine
@@ -301,7 +306,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def signals_stop_server(self) -> Iterator[None]:
-        """Let SIGINT and SIGTERM ask the server to stop, also before it runs.
+        """Make SIGINT and SIGTERM stop the server, even before it runs.
 
         The command's own handlers raise an exception, which the start of the event loop may lose.
         """

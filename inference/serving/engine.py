@@ -1,8 +1,11 @@
-"""Decoding of requests that come at any time, in one thread.
+"""Decoding of requests that arrive at any time, in one thread, and counters of it for Prometheus.
 
 Waiting requests with equal settings become a batch of the decode loop. A batch takes no further
-requests. Several alternate, a round each, so that a request that comes while others run need not
-wait for the last of them: their rows are limited, not their number.
+requests. Several batches alternate, a round each, so that a new request need not wait until all
+others end: the total of their rows is limited, not their number.
+
+Counters that vLLM has too have its names and meanings, so that clients that read those (`draftsmith
+evaluate --server` among them) read these. Names of draftsmith's own counters begin with its name.
 """
 
 from __future__ import annotations
@@ -14,6 +17,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    disable_created_metrics,
+    generate_latest,
+)
+
 from ...heads.files import JsonObject
 from ..base.detokenize import special_ids
 from ..base.settings import GREEDY, Sampling
@@ -21,31 +32,43 @@ from ..decode import Request, Round, decode
 from ..proposers.contract import Proposer
 from ..proposers.registry import proposer_like
 from ..targets.target import Target
-from .counters import ServerCounters
 
 log = logging.getLogger(__name__)
 
 BATCHES = 2  # batches that begin without waiting for further requests
-PATIENCE_S = 0.25
-"""Time in which requests collect for one batch more than `BATCHES`. Many small batches are slower
-than few large ones."""
+MAX_BATCH_WAIT_S = 0.25
+"""Time for which requests are collected if `BATCHES` batches run already. Many small batches are
+slower than few large ones."""
 PADDED = 8192
 """Positions that the prompts of a batch, padded to the longest, may hold in any case."""
-COLLECT_S = 0.005  # time in which further requests may join the first one of an idle engine
+IDLE_BATCH_WAIT_S = 0.005  # time for which an idle engine collects requests
 Deliver = Callable[[Round | None, str | None], None]
-"""Function that gets the record of each step of a reply and the reason for its end; the record is
-None and the reason a message where decoding has failed. It never raises."""
+"""Function that gets the record of each step of a reply and the reason for its end. If decoding has
+failed, the record is None and the reason a message. It never raises."""
 QUEUE = 256
-"""Replies that may wait. More clients at once would rather use an engine."""
+"""Replies that may wait. More concurrent clients should use a serving engine."""
 STOPPING = "the server is stopping"
 INTERNAL = "an internal error; the server's log says which"
-LONGEST_MESSAGE = 500  # characters: a message may name what a client sent
+LONGEST_MESSAGE = 500  # characters: a message may quote what a client sent
+
+DEEPEST = 32  # positions that have their own counter
+COUNTED = {  # names, help texts and labels of the counters
+    "vllm:prompt_tokens": ("Prompt tokens of all requests.", ()),
+    "vllm:generation_tokens": ("Tokens written for all requests.", ()),
+    "vllm:spec_decode_num_drafts": ("Rounds with drafts.", ()),
+    "vllm:spec_decode_num_draft_tokens": ("Verified drafts.", ()),
+    "vllm:spec_decode_num_accepted_tokens": ("Accepted drafts.", ()),
+    "vllm:spec_decode_num_accepted_tokens_per_pos": ("By depth, from 0.", ("position",)),
+    "draftsmith:rounds": ("Rounds of each drafter.", ("drafter",)),
+    "draftsmith:round_tokens": ("Tokens that its rounds emitted.", ("drafter",)),
+    "draftsmith:requests": ("Requests by the reason for their end.", ("end",)),
+}
 
 
 class RequestError(Exception):
-    """Request that is refused or fails: message, field that is meant, code, HTTP status, headers.
+    """Request that is refused or fails: message, field, code, HTTP status and headers.
 
-    The errors of the server itself have a status of 500 or more.
+    Errors of the server itself have a status of 500 or more.
     """
 
     def __init__(
@@ -80,7 +103,7 @@ class BatchSettings:
 
 @dataclass(eq=False)
 class Job:
-    """One reply that a client waits for."""
+    """Reply that a client waits for."""
 
     request: Request
     settings: BatchSettings
@@ -88,12 +111,12 @@ class Job:
     """Called in the engine's thread."""
     given_up: bool = False
     since: float = field(default_factory=time.monotonic)
-    """Time at which it was made."""
+    """Time of its creation."""
 
 
 @dataclass(eq=False)
 class _ServedBatch:
-    """Jobs that are decoded together; those whose places are in `open` have not ended."""
+    """Jobs that are decoded together; those with indices in `open` have not ended."""
 
     jobs: Sequence[Job]
     open: set[int]
@@ -101,11 +124,60 @@ class _ServedBatch:
     """Runs a round with each step; see `Engine._rounds`."""
 
 
+class ServerCounters:
+    """Counters of all requests since the server was started."""
+
+    def __init__(self, running: Callable[[], float], waiting: Callable[[], float]) -> None:
+        """Start at 0; the functions return the numbers of running and of waiting requests."""
+        disable_created_metrics()  # a time of creation for each counter
+        registry = self._registry = CollectorRegistry()
+        self._counters = {
+            name: Counter(name, meaning, labels, registry=registry)
+            for name, (meaning, labels) in COUNTED.items()
+        }
+        for name, meaning, function in (
+            ("vllm:num_requests_running", "Requests that are decoded now.", running),
+            ("vllm:num_requests_waiting", "Requests in the queue.", waiting),
+        ):
+            Gauge(name, meaning, registry=registry).set_function(function)
+
+    def _add(self, name: str, amount: int = 1, label: str | None = None) -> None:
+        counter = self._counters[name]
+        (counter if label is None else counter.labels(label)).inc(amount)
+
+    def prompted(self, tokens: int) -> None:
+        """Count the tokens of a request's prompt."""
+        self._add("vllm:prompt_tokens", tokens)
+
+    def stepped(self, drafter: str, record: Round) -> None:
+        """Count a round of one request, or its prefill."""
+        emitted = len(record.tokens)
+        self._add("vllm:generation_tokens", emitted)
+        if record.drafted is None:
+            return
+        self._add("draftsmith:rounds", 1, drafter)
+        self._add("draftsmith:round_tokens", emitted, drafter)
+        if record.drafted:
+            self._add("vllm:spec_decode_num_drafts")
+            self._add("vllm:spec_decode_num_draft_tokens", record.drafted)
+            self._add("vllm:spec_decode_num_accepted_tokens", record.accepted)
+            for depth in range(min(record.accepted, DEEPEST)):
+                self._add("vllm:spec_decode_num_accepted_tokens_per_pos", 1, str(depth))
+
+    def ended(self, reason: str) -> None:
+        """Count the end of a request: a `Generation.finish_reason`, cancelled, refused, error."""
+        self._add("draftsmith:requests", 1, reason)
+
+    def text(self) -> bytes:
+        """Return the counters in the text form of Prometheus."""
+        return generate_latest(self._registry)
+
+
 class Engine:
     """Thread that decodes jobs with the drafters of `proposers`, at most `rows` at a time.
 
     At most `queue` jobs wait. A compiled target runs one batch at a time, since captured graphs
-    share one cache. An error ends the jobs that it met, and never the thread.
+    share one cache. An error ends the jobs of its batch, never the thread.
     """
 
     def __init__(
@@ -115,13 +187,13 @@ class Engine:
         self.rows, self.queue = rows, queue
         self.counters = ServerCounters(lambda: self.running, lambda: self.waiting)
         self.hidden = target.eos_ids | special_ids(target.tokenizer)
-        """Tokens that are no text of a reply."""
+        """Tokens that are left out of a reply's text."""
         self.padded = max(target.max_positions, PADDED)
-        """Positions that the padded prompts of a batch may hold: as many as one prompt of the
-        target's full length, which has to fit in any case."""
+        """Positions that the padded prompts of a batch may hold: at least those of one prompt of
+        the target's full length."""
         self.longest_token = max(map(len, target.tokenizer.get_vocab()))
-        """Characters of the longest token's name, which is at least as long as its text: a longer
-        text than all positions of it cannot fit."""
+        """Characters of the longest token's name, which is at least as long as its text. It bounds
+        the length of a text that can fit."""
         self._waiting: deque[Job] = deque()
         self._running: list[_ServedBatch] = []
         self._idle: dict[str, list[Proposer]] = {name: [one] for name, one in proposers.items()}
@@ -146,7 +218,7 @@ class Engine:
             self._changed.notify()
 
     def give_up(self, jobs: Sequence[Job]) -> None:
-        """Drop jobs whose client has left, before the next round; ended ones are passed over."""
+        """Drop jobs whose client has left before the next round; ended jobs are ignored."""
         with self._changed:
             for job in jobs:
                 job.given_up = True
@@ -184,10 +256,10 @@ class Engine:
                         self._running.append(_ServedBatch(jobs, still_open, rounds))
                     for batch in list(self._running):
                         self._advance(batch)
-                except Exception:  # whatever it was, the thread has to live for the next request
+                except Exception:  # the thread has to survive for the next request
                     log.exception("decoding failed")
                     self._end_running(INTERNAL)
-        finally:  # whatever happens, nobody waits for a reply that never comes
+        finally:  # no client waits for a reply that never comes
             with self._changed:
                 self._closed = True
                 waiting, self._waiting = list(self._waiting), deque()
@@ -208,26 +280,26 @@ class Engine:
         job.deliver(None, message)
 
     def _advance(self, batch: _ServedBatch) -> None:
-        """Run a round of a batch, and take it out once it has ended or failed."""
+        """Run a round of a batch, and remove it once it has ended or failed."""
         try:
             next(batch.rounds)
             return
         except StopIteration:
             pass
-        except Exception:  # the other requests must go on
+        except Exception:  # the other batches must continue
             log.exception("decoding failed")
-            # Its text may name files of this machine, and belongs in the log only.
+            # The error may name files of this machine, so it goes into the log only.
             for index in batch.open:
                 self._fail(batch.jobs[index], INTERNAL)
         self._running.remove(batch)
 
     def _rounds(self, jobs: Sequence[Job], still_open: set[int]) -> Iterator[None]:
-        """Decode jobs together, a round with each step, and deliver what each of them gained.
+        """Decode jobs together, a round with each step, and deliver the new tokens of each.
 
         Those that have ended or were given up leave `still_open`.
         """
         settings = jobs[0].settings
-        idle = self._idle[settings.drafter]  # proposers that are in use for no batch
+        idle = self._idle[settings.drafter]  # proposers without a batch
         proposer = idle.pop() if idle else proposer_like(self.proposers[settings.drafter])
         loop = decode(
             self.target,
@@ -238,7 +310,7 @@ class Engine:
             frozenset() if settings.ignore_eos else None,
             settings.stop,
         )
-        given_up = None  # nothing can be sent into a generator that has not begun
+        given_up = None  # the first value that is sent to a generator must be None
         try:
             while still_open:
                 for index, record, reason in loop.send(given_up):
@@ -257,19 +329,20 @@ class Engine:
             idle.append(proposer)
 
     def _wait(self) -> bool:
-        """Return true as soon as there is something to decode, and false when the engine closes."""
+        """Wait for something to decode; return False once the engine is closed."""
         with self._changed:
             idle = not self._running
             while not (self._waiting or self._running or self._closed):
                 self._changed.wait()
         if idle and not self._closed:
-            time.sleep(COLLECT_S)
+            time.sleep(IDLE_BATCH_WAIT_S)
         return not self._closed
 
     def _next_jobs(self) -> list[Job]:
-        """Return the jobs of the next batch, without those whose client has left; often none.
+        """Return the jobs of the next batch, [] if none is to begin.
 
-        They have the settings of the one that waits longest.
+        They have the settings of the one that waits longest. Those whose client has left are
+        removed from the queue.
         """
         with self._changed:
             left = [job for job in self._waiting if job.given_up]
@@ -280,7 +353,7 @@ class Engine:
             if not self._waiting or (self.target.compiled and running):
                 return []
             waited = time.monotonic() - self._waiting[0].since
-            if running >= BATCHES and waited < PATIENCE_S:
+            if running >= BATCHES and waited < MAX_BATCH_WAIT_S:
                 return []
             jobs = self._together(self.rows - self.running)
             for job in jobs:
@@ -288,9 +361,9 @@ class Engine:
             return jobs
 
     def _together(self, room: int) -> list[Job]:
-        """Return the jobs, at most `room`, that are decoded with the one that waits longest.
+        """Return at most `room` jobs to decode with the one that waits longest.
 
-        A prompt that would pad the batch beyond `padded` positions waits for the next one.
+        A prompt that would pad the batch beyond `padded` positions waits for the next batch.
         """
         jobs: list[Job] = []
         longest = 0

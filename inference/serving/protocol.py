@@ -1,8 +1,8 @@
-"""Requests in the form of OpenAI's API, as types, and what the engine gets of them.
+"""Requests of OpenAI's API as types, and their translation into requests of the decode loop.
 
-Fields of vLLM are taken where they mean something here (top_k, min_p, repetition_penalty,
-ignore_eos, return_token_ids, skip_special_tokens, chat_template_kwargs). A field that would change
-the reply and cannot be honoured is refused; an unknown one too, since it may be a misspelling.
+vLLM's fields are accepted where they apply (top_k, min_p, repetition_penalty, ignore_eos,
+return_token_ids, skip_special_tokens, chat_template_kwargs). A field that would change the reply
+and cannot be honoured is refused; so is an unknown one, since it may be a misspelling.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LONGEST_NAME = 256  # characters
 MOST_CHOICES = 128
 MOST_STOPS = 4  # as in OpenAI's API
 LONGEST_STOP = 256  # characters; each token of a reply is compared with all of them
-WHOLE = 1 << 31  # bound of numbers that have none of their own
+WHOLE = 1 << 31  # bound of numbers without their own
 # Fields that would change the reply, and that are not honoured.
 UNSUPPORTED = (
     "tools", "top_logprobs", "echo", "suffix", "best_of", "presence_penalty", "frequency_penalty",
@@ -45,13 +45,13 @@ class StreamOptions(Struct, forbid_unknown_fields=True, frozen=True):
     """Options of a streamed reply."""
 
     include_usage: bool | None = None
-    """Send the numbers of tokens in a last event."""
+    """Send the numbers of tokens in the last event."""
     include_obfuscation: bool | None = None
-    """Padding of events against eavesdroppers, an option of OpenAI; none is sent."""
+    """OpenAI's padding of events against eavesdroppers; ignored."""
 
 
-class Common(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields that both kinds of requests have."""
+class RequestFields(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of both kinds of requests."""
 
     model: Annotated[str, Meta(max_length=LONGEST_NAME)] | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -70,21 +70,21 @@ class Common(Struct, kw_only=True, forbid_unknown_fields=True):
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     return_pieces: bool = False
-    """Send the text token by token, with the origin of each; an option of draftsmith alone."""
+    """Send the text token by token, with the origin of each; draftsmith's own option."""
     # Fields that would change the reply.
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: JsonObject | None = None
     logprobs: bool | int | None = None
     response_format: JsonObject | None = None
-    # Fields that change nothing of it.
+    # Fields that do not change it.
     user: str | None = None
     metadata: JsonObject | None = None
     store: bool | None = None
     service_tier: str | None = None
 
 
-class CompletionRequest(Common, kw_only=True):
+class CompletionRequest(RequestFields, kw_only=True):
     """Body of `/v1/completions`."""
 
     prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
@@ -95,7 +95,7 @@ class CompletionRequest(Common, kw_only=True):
     add_special_tokens: bool = True
 
 
-class ChatRequest(Common, kw_only=True):
+class ChatRequest(RequestFields, kw_only=True):
     """Body of `/v1/chat/completions`."""
 
     messages: Annotated[list[JsonObject], Meta(min_length=1)]
@@ -134,9 +134,9 @@ def read_request(body: bytes, kind: type[Any]) -> Any:
 
 
 def refused_by_type(error: msgspec.ValidationError) -> RequestError:
-    """Return the refusal of a request of another type, with OpenAI's word for what is wrong."""
-    message = str(error).replace(" | null`", "`").replace("Object contains", "there is an")
-    message = message.replace("Object missing required field", "there has to be a field")
+    """Return the error for a request with fields of a wrong type, with OpenAI's code."""
+    message = str(error).replace(" | null`", "`").replace("Object contains", "it has an")
+    message = message.replace("Object missing required field", "it lacks the required field")
     named = re.search(r"field `([^`]*)`", message)
     placed = re.search(r"at `\$\.(\w+)", message)
     param = placed[1] if placed else named[1] if named else None
@@ -148,11 +148,11 @@ def refused_by_type(error: msgspec.ValidationError) -> RequestError:
     return RequestError(f"the request cannot be read: {message}", param, code)
 
 
-def sampling_of(request: Common, defaults: Sampling) -> Sampling:
-    """Return the sampling parameters of a request; `defaults` has those that it does not name.
+def sampling_of(request: RequestFields, defaults: Sampling) -> Sampling:
+    """Return the sampling parameters of a request; `defaults` has those that it does not set.
 
-    The seed is not among them: it belongs to each reply, and a batch has replies of many seeds.
-    Raises `RequestError`.
+    The seed is left out: it belongs to each reply, and a batch has replies of many seeds. Raises
+    `RequestError`.
     """
     named = {
         "temperature": request.temperature,
@@ -163,7 +163,7 @@ def sampling_of(request: Common, defaults: Sampling) -> Sampling:
     }
     values: JsonObject = {name: value for name, value in named.items() if value is not None}
     if values.get("temperature", defaults.temperature) == 0:
-        # Clients send them all the same. They never remove the best token, which greedy takes.
+        # Clients send them nevertheless. They never remove the best token, so they have no effect.
         values |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
     try:
         return replace(defaults, **values)
@@ -172,12 +172,12 @@ def sampling_of(request: Common, defaults: Sampling) -> Sampling:
         raise RequestError(str(error), param if param in named else None) from error
 
 
-def requests_of(request: Common, engine: Engine, name: str, longest: int) -> list[Request]:
-    """Return what is to be decoded for a request: all samples of each prompt, in order.
+def requests_of(request: RequestFields, engine: Engine, name: str, longest: int) -> list[Request]:
+    """Return the requests of the decode loop: all samples of each prompt, in order.
 
-    `name` is the target's in messages, which have no path of this machine; `longest` is the limit
-    of a reply where the request gives none. Noise belongs to a request's seed; without one each
-    request has noise of its own. Raises `RequestError` for a prompt that cannot be decoded.
+    `name` is the target's in messages, which must not contain a path; `longest` is the limit of a
+    reply if the request sets none. Without a seed each request has different noise. Raises
+    `RequestError` for a prompt that cannot be decoded.
     """
     limit, param = request.max_tokens, "prompt"
     if isinstance(request, ChatRequest):
@@ -185,7 +185,7 @@ def requests_of(request: Common, engine: Engine, name: str, longest: int) -> lis
     # Counted first: a request may hold hundreds of thousands of prompts.
     count = len(listed(request.prompt)) if isinstance(request, CompletionRequest) else 1
     if (replies := count * request.n) > engine.queue:
-        why = f"{replies} replies are asked for, and at most {engine.queue} can wait"
+        why = f"{replies} replies are requested, but at most {engine.queue} can wait"
         raise RequestError(why, "n" if count == 1 else "prompt")
     # `row_keys` takes 64 bits; 0 is the name of the only prompt of `Decoder.generate`.
     first = 0 if request.seed is not None else secrets.randbits(62)
@@ -203,7 +203,7 @@ def requests_of(request: Common, engine: Engine, name: str, longest: int) -> lis
             raise too_long(f"{len(ids)} tokens", engine, param)
         if not all(0 <= token < target.vocab_size for token in ids):
             last = target.vocab_size - 1
-            why = f"a prompt holds something that is no token id of {name} (0 to {last})"
+            why = f"a prompt contains a number that is not a token id of {name} (0 to {last})"
             raise RequestError(why, param)
         most = min(limit or longest, room)
         for sample in range(request.n):
@@ -211,14 +211,14 @@ def requests_of(request: Common, engine: Engine, name: str, longest: int) -> lis
     return found
 
 
-def given_prompts(request: Common) -> list[Conversation]:
-    """Return the prompts of a request as they were given. Raises `RequestError`."""
+def given_prompts(request: RequestFields) -> list[Conversation]:
+    """Return the prompts of a request before encoding. Raises `RequestError`."""
     if isinstance(request, ChatRequest):
         if request.messages[-1].get("role") == "assistant":
             why = "the last message is the assistant's; this server begins each reply"
             raise RequestError(why, "messages")
         kwargs = request.chat_template_kwargs or {}
-        try:  # a template of the client's own could run for ever
+        try:  # a chat template from a client could run for ever
             check_template_kwargs(kwargs)
         except UserError as error:
             raise RequestError(str(error), "chat_template_kwargs") from error
@@ -240,12 +240,12 @@ def given_prompts(request: Common) -> list[Conversation]:
 
 
 def listed(prompt: Any) -> list[Any]:
-    """Return the prompts of a request for completions, of which one may be given alone."""
+    """Return the prompts of a completion request as a list."""
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
 def check_length(prompt: Conversation, engine: Engine, param: str) -> None:
-    """Raise `RequestError` for a text that cannot fit, before it takes time to encode it."""
+    """Raise `RequestError` for a text that cannot fit, before the time is spent to encode it."""
     texts = [joined(message.get("content", ""), "") for message in prompt.messages or []]
     texts += [prompt.text] if prompt.text is not None else []
     positions, length = engine.target.max_positions, sum(map(len, texts))
@@ -255,7 +255,7 @@ def check_length(prompt: Conversation, engine: Engine, param: str) -> None:
         raise too_long(f"{length} characters", engine, param)
 
 
-def encoded(prompt: Conversation, request: Common, tokenizer: Any, name: str) -> list[int]:
+def encoded(prompt: Conversation, request: RequestFields, tokenizer: Any, name: str) -> list[int]:
     """Return the token ids of a prompt. Raises `RowError` and `UserError`."""
     if isinstance(request, CompletionRequest) and not request.add_special_tokens and prompt.text:
         return tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
@@ -263,7 +263,7 @@ def encoded(prompt: Conversation, request: Common, tokenizer: Any, name: str) ->
 
 
 def too_long(length: str, engine: Engine, param: str) -> RequestError:
-    """Return the refusal of a prompt of `length`."""
+
     room = engine.target.max_positions
     why = f"a prompt of {length} leaves no room in {room} positions; shorten it"
     return RequestError(why, param, "context_length_exceeded")

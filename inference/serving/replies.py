@@ -1,4 +1,4 @@
-"""Replies under way: what the engine delivers becomes text, and answers in OpenAI's form."""
+"""Replies being decoded: the engine's steps become text, and answers in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ...heads.files import JsonObject
 from ..api import Reply, Transcript, none_for_nan
 from ..decode import Request, Round
 from .engine import INTERNAL, STOPPING, BatchSettings, Engine, Job, RequestError
-from .protocol import ChatRequest, Common
+from .protocol import ChatRequest, RequestFields
 
-LEFT = 499  # status in the server's own log: the client has left, and nobody reads it
+LEFT = 499  # status in the server's log for a client that has left
 FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
-"""OpenAI's words for `Generation.finish_reason`."""
+"""OpenAI's names for `Generation.finish_reason`."""
 
 
 def figures(reply: Reply) -> JsonObject:
@@ -36,18 +36,18 @@ def figures(reply: Reply) -> JsonObject:
     }
 
 
-class Pending:
+class PendingReplies:
     """The replies to one request, from its submission until they have ended or are given up."""
 
     def __init__(
         self,
         engine: Engine,
-        asked: Common,
+        asked: RequestFields,
         model: str,
         settings: BatchSettings,
         requests: Sequence[Request],
     ) -> None:
-        """Submit all replies that are asked for. Raises `RequestError` as `Engine.submit` does."""
+        """Submit all requested replies. Raises `RequestError` as `Engine.submit` does."""
         self._engine, self.asked, self._model = engine, asked, model
         self._loop = asyncio.get_running_loop()
         # None: the client has left
@@ -56,7 +56,7 @@ class Pending:
         self.id = ("chatcmpl-" if self.chat else "cmpl-") + token_hex(12)
         self.created = int(time.time())
         hidden = engine.hidden if asked.skip_special_tokens else frozenset[int]()
-        # Without the prompt, which the job has: a request may ask for many replies to a long one.
+        # Without the prompt, which the job has: it may be long, and the replies many.
         self.choices = [
             Transcript(Reply([]), engine.target.tokenizer, settings.stop, hidden) for _ in requests
         ]
@@ -68,7 +68,7 @@ class Pending:
 
     def _deliver(self, number: int, record: Round | None, reason: str | None) -> None:
         """Hand a step over from the engine's thread to the loop of the connections."""
-        # The loop is closed where the server has stopped meanwhile: nobody listens any more.
+        # The loop is closed if the server has stopped meanwhile; no one listens any more.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._events.put_nowait, (number, record, reason))
 
@@ -77,8 +77,8 @@ class Pending:
     ) -> AsyncIterator[tuple[int, Round, list[tuple[str, bool]]]]:
         """Yield each step: the number of its choice, its record, and its new pieces of text.
 
-        Raises `RequestError` once `left` is done, and where decoding fails. However it ends,
-        nothing of the request runs on afterwards.
+        Raises `RequestError` once `left` is done, and if decoding fails. In any case the engine
+        then drops the rest of the request.
         """
         left.add_done_callback(lambda _: self._events.put_nowait(None))
         try:
@@ -102,7 +102,7 @@ class Pending:
         self._engine.give_up(self.jobs)
 
     def whole(self) -> JsonObject:
-        """Return the answer with all replies, which have ended."""
+        """Return the answer with all replies, once they have ended."""
         choices = []
         for number, choice in enumerate(self.choices):
             reply = choice.reply
@@ -128,8 +128,7 @@ class Pending:
         event = {**self._head("chat.completion.chunk"), "choices": [entry]}
         if self.asked.return_pieces:
             entry["pieces"] = [{"text": piece, "drafted": drafted} for piece, drafted in pieces]
-            # A clock that runs only in the reply's rounds, whatever else the engine decodes
-            # meanwhile; it stands still during the prefill.
+            # Time of the reply's own rounds, without the prefill and the engine's other batches.
             entry["round"] = {"tokens": len(record.tokens), "seconds": record.t_round_s}
             if reply.finish_reason:
                 event["draftsmith"] = figures(reply)
@@ -175,9 +174,9 @@ class Pending:
 
 
 class EventStream(StreamingResponse):
-    """Answer that is sent as a stream of events; however it ends, its replies end with it."""
+    """Answer sent as a stream of events; when it ends for any reason, so do its replies."""
 
-    def __init__(self, pending: Pending, left: asyncio.Future[None]) -> None:
+    def __init__(self, pending: PendingReplies, left: asyncio.Future[None]) -> None:
         self._pending, self._left = pending, left
         headers = {"Cache-Control": "no-cache"}
         super().__init__(pending.events(left), media_type="text/event-stream", headers=headers)
@@ -186,12 +185,12 @@ class EventStream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            # A client that left before the first event has never begun the iterator.
+            # If the client left before the first event, the iterator has not started.
             self._pending.give_up()
             self._left.cancel()
 
 
 def event_of(value: JsonObject) -> bytes:
     """Return a server-sent event that holds a JSON value."""
-    # ASCII, since clients split lines at some characters outside of it.
+    # ASCII, since some clients split lines at other characters.
     return b"data: " + json.dumps(value).encode() + b"\n\n"

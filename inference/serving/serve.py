@@ -1,7 +1,7 @@
-"""`draftsmith serve`: a local server with OpenAI's API, and a page to chat on.
+"""`draftsmith serve`: a local server with OpenAI's API and a chat page.
 
 It is for trying drafters and for evaluation with existing clients, not for production: batches take
-no further requests, and prompts have no common prefix cache.
+no further requests, and prompts share no prefix cache.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from importlib.util import find_spec
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ..base.console import warn
-from ..base.keys import read_key
+from ..base.settings import read_key
 from ..evaluation.measure import distinct_names
-from ..profile import TuningProfile, read_profile
+from ..profile import read_profile, tuned_setting
 from ..proposers.contract import Proposer
 from ..proposers.ngram import PlainDecoding
 from ..proposers.registry import check_spec, load_proposer
-from ..targets.target import Target, load_for_decoding
+from ..targets.target import load_for_decoding
 from ..targets.target_files import other_sampling
 from .options import ServeOptions as Options
 
 KEY = "DRAFTSMITH_API_KEY"
 KERNELS = "64"
-"""Products of matrices for which oneDNN and its wrapper in torch each keep a kernel. Each length of
-a prompt needs some of its own; by default 1,024 are kept, which took 550 MB with 200 lengths."""
+"""Matrix products for which oneDNN and its wrapper in torch each cache a kernel. Each length of a
+prompt needs several; the default of 1,024 took 550 MB with 200 lengths."""
 EXTRA = ("starlette", "uvicorn", "prometheus_client")
 
 
@@ -45,17 +45,17 @@ def run(options: Options) -> None:
     Raises `UserError` for what cannot be loaded, an address that cannot be bound, a key that cannot
     be read, and packages that are missing.
     """
-    # The libraries read them when the first product is computed.
+    # The libraries read these variables at the first product.
     for capacity in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(capacity, KERNELS)
-    # Everything that needs no target is looked at before it is loaded.
+    # Everything that does not need the target is checked before it is loaded.
     for package in EXTRA:
         if find_spec(package) is None:
             raise UserError(
                 f"draftsmith serve needs the package {package}; in the checkout: "
                 "pip install -c constraints.txt -e '.[serve]'"
             )
-    from .app import Server, Service, app_of
+    from .app import DecodingServer, Service, app_of
     from .engine import Engine
 
     for spec in options.drafter:
@@ -67,25 +67,30 @@ def run(options: Options) -> None:
         host, port = bound.getsockname()[:2]
         hosts = hosts_of(host, options.host)
         if key is None and hosts == ["*"]:
-            warn("everybody who reaches this machine can use the server; give an --api-key-file")
+            warn("everyone who can reach this machine can use the server; give an --api-key-file")
         target = load_for_decoding(options.target)
         if other := other_sampling(target.model.generation_config, options.sampling):
             warn(f"target {target.name}: its {other}")
-        proposers = [*proposers_of(options, target), PlainDecoding()]
+        proposers: list[Proposer] = []
+        for spec in options.drafter:
+            temperature = options.sampling.temperature
+            tuned = tuned_setting(options.profile, spec, target, temperature)
+            proposers.append(load_proposer(spec, target, warn, tuned, choose=True))
+        proposers.append(PlainDecoding())
         names = distinct_names(proposers)
         by_name = dict(zip(names, proposers, strict=True))
         engine = Engine(target, by_name, options.batch_size)
         service = Service(engine, options.sampling, options.max_new_tokens, key, hosts)
-        # What has been loaded stays. Python's collector would look through all of it again and
-        # again while a request of many values is parsed, and nothing else runs meanwhile.
+        # Without this, Python's collector would traverse everything loaded again and again while a
+        # request of many values is parsed, and block all threads.
         gc.collect()
         gc.freeze()
-        server = Server(app_of(service), engine)
+        server = DecodingServer(app_of(service), engine)
         with server.signals_stop_server():
             announce(service.models, host, port)
             server.run(sockets=[bound])
         print("the server has stopped", file=sys.stderr)
-        if server.stopped_by == signal.SIGTERM:  # which has a status of its own
+        if server.stopped_by == signal.SIGTERM:  # which has its own exit status
             raise SystemExit(128 + signal.SIGTERM)
 
 
@@ -95,7 +100,7 @@ def announce(models: dict[str, JsonObject], host: str, port: int) -> None:
         drafter = entry["drafter"]
         how = "drafts nothing" if drafter == "plain" else f"drafts with {drafter}"
         print(f"model {model}: {how}", file=sys.stderr)
-    # An address that listens everywhere is none that can be opened.
+    # Clients cannot open the address that listens on all interfaces.
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     address = f"http://{f'[{reachable}]' if ':' in reachable else reachable}:{port}"
     print(
@@ -104,18 +109,6 @@ def announce(models: dict[str, JsonObject], host: str, port: int) -> None:
         file=sys.stderr,
         flush=True,
     )
-
-
-def proposers_of(options: Options, target: Target) -> list[Proposer]:
-    """Return the drafters that are named, as a profile has tuned them if there is one."""
-    profile = TuningProfile(options.profile, target) if options.profile is not None else None
-    proposers = []
-    for spec in options.drafter:
-        tuned = None
-        if profile is not None:
-            tuned = profile.setting(spec, options.sampling.temperature, batch=1)
-        proposers.append(load_proposer(spec, target, warn, tuned, choose=True))
-    return proposers
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -134,8 +127,8 @@ def listen(host: str, port: int) -> socket.socket:
 def hosts_of(bound: str, named: str) -> list[str]:
     """Return the names by which clients may address a server that listens at the address `bound`.
 
-    `named` is what the user called that address. All names are allowed where others than this
-    machine can reach it: there the server's names are not known.
+    `named` is the user's name for that address. All names are allowed if other machines can reach
+    it, since its names are not known then.
     """
     address = ipaddress.ip_address(bound)
     mapped = getattr(address, "ipv4_mapped", None)  # ::ffff:127.0.0.1

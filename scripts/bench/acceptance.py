@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.base.console import Progress
+from draftsmith.inference.base.console import ProgressReporter
 from draftsmith.inference.base.settings import Sampling, TargetConfig
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import Request, generate
@@ -117,7 +117,7 @@ def main() -> None:
         for p in read_prompts(arguments.prompts, target.tokenizer, target.name, arguments.limit)
     ]
     rows: list[dict[str, Any]] = []
-    for temperature in Progress((0.3, 0.7, 1.0), desc="measuring", unit=" temperatures"):
+    for temperature in ProgressReporter((0.3, 0.7, 1.0), desc="measuring", unit=" temperatures"):
         sampling = Sampling(temperature=temperature)
         p_logits, q_logits = positions(target, drafter, prompts, arguments.length, sampling)
         for width in WIDTHS:

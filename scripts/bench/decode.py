@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.base.console import Progress
+from draftsmith.inference.base.console import ProgressReporter
 from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import Generation, Round, generate_one
@@ -193,7 +193,7 @@ def make_arms(target: Target, arguments: argparse.Namespace) -> list[Arm]:
 def measure(arms: list[Arm], prompts: list[list[int]], repeats: int) -> None:
     for arm in arms:
         arm.decode(prompts[0])
-    for prompt in Progress(prompts, desc="measuring"):
+    for prompt in ProgressReporter(prompts, desc="measuring"):
         turns: dict[str, list[Run]] = {arm.name: [] for arm in arms}
         for _ in range(repeats):
             for arm in arms:

@@ -40,10 +40,9 @@ from rich.table import Table
 
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.base.settings import TargetConfig
-from draftsmith.inference.evaluation.checks import numbers
 from draftsmith.inference.evaluation.evaluate import measured
 from draftsmith.inference.evaluation.options import EvaluateOptions
-from draftsmith.inference.evaluation.server_figures import ServerFigures
+from draftsmith.inference.evaluation.results import ServerFigures
 from draftsmith.inference.targets.target import load_for_decoding
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -65,30 +64,40 @@ def main() -> None:
     parser.add_argument("--drafter", required=True)
     parser.add_argument("--prompts", required=True)
     parser.add_argument("--limit", type=int, default=16)
-    parser.add_argument("--drafts", default="2,3", help="drafts of a round, a server for each")
-    parser.add_argument("--concurrency", default="1")
+    parser.add_argument(
+        "--drafts", type=numbers, default="2,3", help="drafts of a round, a server for each"
+    )
+    parser.add_argument("--concurrency", type=numbers, default="1")
     parser.add_argument("--dtype", choices=list(GGUF), default="float32", help="of the target")
     parser.add_argument("--draft-dtype", choices=list(TYPES), default="float32")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--passes", help="tokens of passes to time, llama.cpp only")
+    parser.add_argument(
+        "--passes", type=numbers, default=[], help="tokens of passes to time, llama.cpp only"
+    )
     parser.add_argument("--server-options", default="", help="further ones, of every server")
     options = parser.parse_args()
     try:
-        options.wanted = [None, *numbers(options.drafts, "--drafts", int, 1)]
-        options.concurrency = numbers(options.concurrency, "--concurrency", int, 1)
+        options.wanted = [None, *options.drafts]
         if max(options.concurrency) > MOST_AT_ONCE:
             raise UserError(f"the servers take {MOST_AT_ONCE} requests at once; ask for no more")
         if options.engine == "vllm" and options.dtype not in TYPES:
             raise UserError(f"vLLM has no target in {options.dtype}; give {' or '.join(TYPES)}")
-        options.passes = numbers(options.passes, "--passes", int, 1)
         if options.passes and options.engine == "vllm":
             raise UserError("--passes reads llama.cpp's clock; leave it out for vLLM")
         compare(options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def numbers(text: str) -> list[int]:
+    """Return the numbers, at least 1 each, of a text such as 1,4,16."""
+    values = [int(item) for item in text.split(",")]
+    if min(values) < 1:
+        raise ValueError(text)
+    return values
 
 
 def compare(options: argparse.Namespace) -> None:

@@ -42,11 +42,11 @@ def main() -> None:
     options.add_argument("--repeats", type=int, default=3)
     given = options.parse_args()
     decoder = load(given.target, given.drafter, device="cpu")
-    kinds = [(1, math.inf), (2, math.inf), (4, math.inf), (2, engine.PATIENCE_S)]
+    kinds = [(1, math.inf), (2, math.inf), (4, math.inf), (2, engine.MAX_BATCH_WAIT_S)]
     found: dict[tuple[int, float], list[tuple[float, float]]] = {kind: [] for kind in kinds}
     for _ in range(given.repeats):
         for kind in kinds:
-            engine.BATCHES, engine.PATIENCE_S = kind
+            engine.BATCHES, engine.MAX_BATCH_WAIT_S = kind
             found[kind].append(measured(decoder, given.clients, given.requests))
     for (batches, patience), runs in found.items():
         speeds, waits = zip(*runs, strict=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 from draftsmith.inference.conversations.formats import conversation_of
 from draftsmith.inference.conversations.messages import RowError
-from draftsmith.inference.conversations.rows import Notes
+from draftsmith.inference.conversations.rows import SourceNotes
 from draftsmith.train.data.templates import encode
 from tests.conftest import ROOT, make_tokenizer
 
@@ -150,12 +150,12 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def read(name: str, row: dict[str, Any]) -> tuple[str, str, Notes]:
+def read(name: str, row: dict[str, Any]) -> tuple[str, str, SourceNotes]:
     """Return a row as the template `name` makes it: all of it, what is learned, and notes.
 
     Raises `RowError`.
     """
-    tokenizer, notes = tokenizer_of(name), Notes()
+    tokenizer, notes = tokenizer_of(name), SourceNotes()
     ends = frozenset({tokenizer.eos_token_id})
     parts = encode(conversation_of(row), tokenizer, ends, name, {}, notes)
     learned = [

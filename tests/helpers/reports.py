@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.heads.documents import convert
-from draftsmith.inference.evaluation.report.report import gather, html
+from draftsmith.inference.evaluation.report.command import gather, html
 from draftsmith.inference.evaluation.results import Report
 
 EVIL = [

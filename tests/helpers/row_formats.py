@@ -123,7 +123,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
          r"system and messages\[0\].content are two system prompts"),
         ({"system": "a", "prompt": "b"}, "system does not go with a prompt of plain text"),
         ({"request": {"input": "x"}, "response": {}}, "request.messages is missing"),
-        ({"custom_id": "1", "response": {"choices": []}}, "none of messages, "),
+        ({"custom_id": "1", "response": {"choices": []}}, "none of the keys messages, "),
         ({"conversations": [{"from": "my-model", "value": "x"}]},
          r"conversations\[0\].from is 'my-model'"),
         ({"conversations": [{"from": "human", "value": "x"},

@@ -107,13 +107,13 @@ def test_mistakes_are_user_errors(quickstart: Target) -> None:
     decoder = load(quickstart)
     for call, message in (
         (lambda: decoder.generate(" "), "empty"),
-        (lambda: decoder.generate([]), "no prompt"),
+        (lambda: decoder.generate([]), "list of prompts is empty"),
         (lambda: decoder.generate(PROMPT, samples=0), "at least 1"),
         (lambda: decoder.generate(PROMPT, temperature=-1), "temperature"),
         (lambda: decoder.generate(PROMPT, top_p=0.9), "means nothing at temperature 0"),
         (lambda: decoder.generate(quickstart.tokenizer("hello")), "the input_ids"),
         (lambda: decoder.generate([[5, 10**6]]), "no token id"),
-        (lambda: decoder.generate(PROMPT, samples=3), "all the same at temperature 0"),
+        (lambda: decoder.generate(PROMPT, samples=3), "equal at temperature 0"),
         (lambda: decoder.generate(PROMPT, samples="4"), "whole number"),  # type: ignore[arg-type]
         (lambda: decoder.generate(PROMPT, temprature=0.7), "did you mean temperature"),
         (lambda: decoder.generate(PROMPT, max_tokens=12), "did you mean max_new_tokens"),

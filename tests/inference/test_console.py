@@ -12,7 +12,7 @@ import time
 import pytest
 
 from draftsmith.inference.base import console
-from draftsmith.inference.base.console import Progress, clock, several
+from draftsmith.inference.base.console import ProgressReporter, duration_text, plural
 
 
 @pytest.mark.parametrize(
@@ -20,11 +20,11 @@ from draftsmith.inference.base.console import Progress, clock, several
     [(0, "0 s"), (59.6, "1 min 0 s"), (200, "3 min 20 s"), (7500, "2 h 5 min"), (-1, "0 s")],
 )
 def test_durations_are_formatted_in_readable_units(seconds: float, text: str) -> None:
-    assert clock(seconds) == text
+    assert duration_text(seconds) == text
 
 
 def test_a_line_says_what_is_done_and_what_is_left() -> None:
-    with Progress(total=40, desc="decoding") as progress:
+    with ProgressReporter(total=40, desc="decoding") as progress:
         progress.skip(10)
         progress.update(15)
         progress.now("with medusa")
@@ -49,7 +49,7 @@ def test_a_line_says_what_is_done_and_what_is_left() -> None:
 def test_progress_lines_become_due_less_often_over_time(
     began: float, waited: float, due: bool
 ) -> None:
-    with Progress(total=1000, desc="extracting") as progress:
+    with ProgressReporter(total=1000, desc="extracting") as progress:
         progress._began, progress._last = 1000.0 - began, 1000.0 - waited
         assert progress.due(1000.0) == due
 
@@ -58,19 +58,19 @@ def test_innermost_progress_is_printed_even_when_work_hangs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(console, "LINE_S", 0.5)
-    with Progress(total=9, desc="training", unit=" steps") as outer:
+    with ProgressReporter(total=9, desc="training", unit=" steps") as outer:
         outer.update()
-        with Progress(range(3), desc="replaying", unit=" texts") as inner:
+        with ProgressReporter(range(3), desc="replaying", unit=" texts") as inner:
             time.sleep(2.5)  # no update in all that time
             assert inner._done == 0
         said = capsys.readouterr().err
         assert "replaying: 0 of 3 texts after" in said and "training" not in said
-        assert list(Progress("ab", desc="x")) == ["a", "b"]
-    assert not Progress._open
+        assert list(ProgressReporter("ab", desc="x")) == ["a", "b"]
+    assert not ProgressReporter._open
 
 
 def test_skipped_work_does_not_affect_the_time_estimate() -> None:
-    with Progress(total=40, desc="evaluating") as progress:
+    with ProgressReporter(total=40, desc="evaluating") as progress:
         progress.skip(10)
         progress.update(15)
         line = progress.line(progress._began + 30)
@@ -104,7 +104,7 @@ if not WITH_WIDGETS:
     console.find_spec = lambda name: None
 console.LINE_S = 0.0
 import time
-with console.Progress(total=3, desc="decoding") as progress:
+with console.ProgressReporter(total=3, desc="decoding") as progress:
     progress.update()
     progress.now("with eagle3")
     time.sleep(0 if WITH_WIDGETS else 1.5)
@@ -127,10 +127,10 @@ def test_a_notebook_has_its_own_bar_and_lines_without_ipywidgets(widgets: bool) 
 
 TERMINAL = """
 import sys
-from draftsmith.inference.base.console import Progress
-with Progress(total=3, desc="training", unit=" steps") as outer:
+from draftsmith.inference.base.console import ProgressReporter
+with ProgressReporter(total=3, desc="training", unit=" steps") as outer:
     outer.update()
-    for _ in Progress(range(2), desc="replaying", unit=" texts"):
+    for _ in ProgressReporter(range(2), desc="replaying", unit=" texts"):
         outer.say("a line")
         print("a warning", file=sys.stderr)
 """
@@ -163,10 +163,10 @@ def test_a_terminal_has_a_bar_and_a_file_gets_what_is_printed(piped: bool) -> No
 
 
 def test_a_number_of_one_is_singular_and_the_time_left_has_one_estimate() -> None:
-    assert [several(1, "row"), several(2, "row"), several(0, "pass")] == [
+    assert [plural(1, "row"), plural(2, "row"), plural(0, "pass")] == [
         "1 row", "2 rows", "0 passes",
     ]  # fmt: skip
-    with Progress(desc="training", total=10) as progress:
+    with ProgressReporter(desc="training", total=10) as progress:
         progress.skip(4)
         assert progress.left_s(progress._began + 5) is None, "nothing was done yet"
         progress.update(2)

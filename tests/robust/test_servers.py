@@ -236,6 +236,6 @@ def test_invalid_server_address_is_refused_immediately(url: str, tmp_path: Path)
         found = outcome(command)
         assert (
             found.code == 2
-            and "is no address of a server" in found.errors
+            and "is not the URL of a server" in found.errors
             and found.wrong() is None
         ), found

@@ -90,7 +90,7 @@ def test_a_wrong_key_in_the_file_is_named(
             [{"messages": [{"role": "user", "content": "no reply"}]}],
             "no message of role assistant; the roles are user",
         ),
-        ([{"mesages": []}], "none of messages"),
+        ([{"mesages": []}], "none of the keys messages"),
         (["not json"], "not valid JSON"),
         ([chat("x", "the " * 500)], "data.max_length is 160"),
     ],

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftsmith.inference.base.console import Console
+from draftsmith.inference.base.console import OutputConsole
 from draftsmith.inference.evaluation.training_log import METRICS_FILE
 from draftsmith.train.evaluation import warn_of_other_replies
 from draftsmith.train.reporting import evaluation_line, step_line, summary
@@ -53,7 +53,7 @@ def test_final_table_shows_the_best_and_the_first_step(tmp_path: Path) -> None:
         {"step": 20, "tau_estimated": 4.5, **MEASURED, "tau_measured": 4.5, "surv@1": 0.8},
     ]
     (tmp_path / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    console = Console(width=80, record=True)
+    console = OutputConsole(width=80, record=True)
     console.print(summary(tmp_path, 10))
     assert [line.split() for line in console.export_text().splitlines() if line.strip()] == [
         ["best", "step", "10,", "tau", "4.69", "(4.35-4.97)"],

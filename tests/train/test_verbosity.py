@@ -10,7 +10,7 @@ from transformers.utils import logging as transformers_logging
 
 from draftsmith.command_line.verbosity import set_up_logging, take_verbosity
 from draftsmith.commands.cli import main
-from draftsmith.inference.base.console import Progress
+from draftsmith.inference.base.console import ProgressReporter
 
 OURS, DATASETS = logging.getLogger("draftsmith"), logging.getLogger("datasets")
 
@@ -25,7 +25,7 @@ def levels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for one, level in levels:
         one.setLevel(level)
     transformers_logging.set_verbosity(before)
-    Progress.quiet = False
+    ProgressReporter.quiet = False
     take_verbosity([])
 
 
@@ -45,7 +45,7 @@ def test_libraries_follow_the_switch(
     left = take_verbosity(["generate", word, "--prompt", "x"])
     assert left == ["generate", *([word] * (word == "--seed")), "--prompt", "x"]
     set_up_logging(main=True)
-    assert OURS.getEffectiveLevel() == ours and Progress.quiet == (word == "--quiet")
+    assert OURS.getEffectiveLevel() == ours and ProgressReporter.quiet == (word == "--quiet")
     assert transformers_logging.get_verbosity() == (transformers or before)
     assert DATASETS.level == logging.WARNING
 
@@ -59,8 +59,8 @@ def test_a_variable_of_transformers_wins(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_progress_is_silent_when_quiet(capsys: pytest.CaptureFixture[str]) -> None:
-    Progress.quiet = True
-    for _ in (progress := Progress(range(2), desc="work")):
+    ProgressReporter.quiet = True
+    for _ in (progress := ProgressReporter(range(2), desc="work")):
         progress.say("a line")
     assert capsys.readouterr() == ("", "")
 

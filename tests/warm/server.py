@@ -28,7 +28,7 @@ IMPORTED = (
     "transformers.models.llama.modeling_llama",
     "draftsmith.commands.cli", "draftsmith.train.loop", "draftsmith.commands.extract",
     "draftsmith.commands.exporting", "draftsmith.inference.evaluation.evaluate",
-    "draftsmith.inference.evaluation.report.report",
+    "draftsmith.inference.evaluation.report.command",
 )  # fmt: skip
 LAUNCHERS = ("accelerate.commands.launch", "torch.distributed.run")
 CLIENT = Path(__file__).with_name("python")

@@ -18,7 +18,7 @@ from accelerate.utils import gather_object
 from safetensors.numpy import load_file, save_file
 
 from ...heads.errors import UserError
-from ...inference.base.console import Progress
+from ...inference.base.console import ProgressReporter
 from ...inference.decode import Generation, Request, generate
 from ...inference.proposers.ngram import PlainDecoding
 from ...inference.targets.causal_model import CausalModel
@@ -166,7 +166,7 @@ def draft_model_texts(
     sampling = config.sampling(seed)
     with (
         torch.no_grad(),
-        Progress(total=len(prompts), desc="writing texts", unit=" texts") as progress,
+        ProgressReporter(total=len(prompts), desc="writing texts", unit=" texts") as progress,
     ):
         for at in range(0, len(prompts), TEXTS_AT_ONCE):
             batch, longest = readable[at : at + TEXTS_AT_ONCE], config.max_new_tokens

@@ -33,8 +33,8 @@ from ...heads.errors import UserError, first_line
 from ...heads.files import JsonObject, whole_file
 from ...heads.stored_tensors import header
 from ...heads.vocabulary import spread_ids
-from ...inference.base.console import Progress
-from ...inference.base.keys import OF_SERVER, headers_with_key
+from ...inference.base.console import ProgressReporter
+from ...inference.base.settings import SERVER_KEY_VARIABLE, headers_with_key
 from ...inference.targets.causal_model import Hidden
 from ...inference.targets.stored import HeldOutPrompt, HeldOutText, StoredTarget
 from ...inference.targets.target import TargetSource
@@ -137,7 +137,7 @@ class Client:
         if answer.status_code != 200:
             raise self._error(
                 f"refuses {len(ids)} tokens with status {answer.status_code} "
-                f"({answer.text[:200]}); check its limits, and the key in {OF_SERVER}"
+                f"({answer.text[:200]}); check its limits, and the key in {SERVER_KEY_VARIABLE}"
             )
         try:
             reply = convert(answer.json(), _Completion)
@@ -317,7 +317,7 @@ def served_texts(
         replies = target.client.ask([text[:-1] for text in kept])
     texts = []
     for i, reply in enumerate(
-        Progress(replies, total=len(prompts), desc="server writes held-out replies")
+        ProgressReporter(replies, total=len(prompts), desc="server writes held-out replies")
     ):
         hidden = target.hidden_of(reply.states, taps)
         # The last token's state is missing and never read. The one before it is repeated, so that

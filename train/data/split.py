@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...heads.errors import UserError
-from ...inference.conversations.choice import Group
+from ...inference.conversations.selection import CategoryPath
 from .config import HeldOutConfig
 from .templates import Encoded
 
@@ -43,14 +43,14 @@ class SourceRow:
     """Number of the conversation or prompt."""
     prompt: int
     """Number of the prompt."""
-    group: Group
+    group: CategoryPath
     """Source and category."""
 
 
 def is_held_out(held_out: HeldOutConfig, source: str, unit: int, seed: int) -> bool:
     """Return whether a row is held out.
 
-    By row, this only depends on the seed and the row's unit (`conversations.choice.Units`), so that
+    By row, this only depends on the seed and the row's unit (`selection.Units`), so that
     all rows of a conversation or prompt are on one side.
     """
     if held_out.by == "source":

@@ -34,11 +34,11 @@ from ...heads.files import (
     write_json,
 )
 from ...heads.fingerprint import tokenizer_hash
-from ...inference.base.console import Progress
-from ...inference.conversations.choice import Group, Units, number_of, prompt_of
+from ...inference.base.console import ProgressReporter
 from ...inference.conversations.formats import Conversation, conversation_of
 from ...inference.conversations.messages import RowError
-from ...inference.conversations.rows import LeftOut, Notes
+from ...inference.conversations.rows import MalformedRows, SourceNotes
+from ...inference.conversations.selection import CategoryPath, Units, hash_number, prompt_text
 from ...inference.conversations.sources import rows_of, source_files
 from ...inference.targets.target import TargetSource
 from .config import Data, Source
@@ -144,7 +144,7 @@ class Tables:
     held_out: TokenTable
     counts: dict[str, dict[str, int]]
     """Number of rows for each source and outcome."""
-    groups: list[Group]
+    groups: list[CategoryPath]
     """Sources with their categories, in the order of `TokenTable.groups`."""
 
 
@@ -286,7 +286,7 @@ def build(data: Data, target: TargetSource, seed: int) -> Tables:
     return Tables(_table(train, groups), _table(held_out, groups), plain, groups)
 
 
-def _table(rows: list[SourceRow], groups: list[Group]) -> TokenTable:
+def _table(rows: list[SourceRow], groups: list[CategoryPath]) -> TokenTable:
     """Return the table of all sequences of `rows`."""
     index = {group: number for number, group in enumerate(groups)}
     documents = [encoded for row in rows for encoded in row.encoded]
@@ -314,9 +314,12 @@ def _read(
     that counts as `LOST`.
     """
     name = source.name or source.path
-    left_out, notes = LeftOut(f"data source {name}", data.bad_rows, "--data.bad-rows"), Notes()
+    left_out, notes = (
+        MalformedRows(f"data source {name}", data.bad_rows, "--data.bad-rows"),
+        SourceNotes(),
+    )
     tokenizer = tokenizer_hash(target.tokenizer)  # takes as long as reading a hundred rows
-    for row_name, raw in Progress(rows_of(source), desc=f"reading {name}", unit=" rows"):
+    for row_name, raw in ProgressReporter(rows_of(source), desc=f"reading {name}", unit=" rows"):
         count["read"] += 1
         # A weight of 2.3 uses every row twice, and three tenths of them once more.
         copies = int(source.weight) + (chance("copies", seed, name, row_name) < source.weight % 1)
@@ -358,7 +361,7 @@ def _read(
             continue
         yield SourceRow(
             name, useful, conversation.words(), held_out, 1 if held_out else copies, unit,
-            number_of(prompt_of(conversation)), (name, str(raw.get("category") or "")),
+            hash_number(prompt_text(conversation)), (name, str(raw.get("category") or "")),
         )  # fmt: skip
     notes.report(f"data source {name}")
 
@@ -369,7 +372,7 @@ def units_of(data: Data) -> Units:
     for source in data.sources:
         name = source.name or source.path
         rows = rows_of(source)
-        for _, raw in Progress(rows, desc=f"ids and prompts of {name}", unit=" rows"):
+        for _, raw in ProgressReporter(rows, desc=f"ids and prompts of {name}", unit=" rows"):
             with suppress(RowError):  # counted when the rows are read again
                 units.add(raw, conversation_of(raw), name)
     return units

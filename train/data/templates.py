@@ -17,8 +17,13 @@ from ...heads.files import JsonObject
 from ...inference.conversations.formats import Conversation
 from ...inference.conversations.messages import RowError
 from ...inference.conversations.rendering import AssistantTurn, Rendering
-from ...inference.conversations.rows import Notes
-from ...inference.conversations.templates import beginning, endless, plain_ids, refuse_rendered
+from ...inference.conversations.rows import SourceNotes
+from ...inference.conversations.templates import (
+    beginning,
+    endless,
+    plain_ids,
+    refuse_rendered,
+)
 
 MARKED = (
     "the plain text holds special tokens, as a rendered text does, and all of it is learned; write "
@@ -49,7 +54,7 @@ def encode(
     eos_ids: frozenset[int],
     target_name: str,
     template_kwargs: JsonObject,
-    notes: Notes | None = None,
+    notes: SourceNotes | None = None,
 ) -> list[Encoded]:
     """Return the sequences of a conversation, an empty list without replies.
 
@@ -57,8 +62,8 @@ def encode(
     win. `notes` collect the remarks about a source. Raises `RowError` for a row that the template
     cannot render or of which it leaves out a text, `UserError` for a target without a template.
     """
-    notes = notes or Notes()
-    notes.not_read(conversation.unread)
+    notes = notes or SourceNotes()
+    notes.add_unread_keys(conversation.unread)
     if (token_ids := conversation.token_ids) is not None:
         mask = [False] * len(token_ids)
         for start, end in conversation.response_spans:
@@ -71,7 +76,7 @@ def encode(
         given.cut = True  # it ended with the client's stop token
     rendering = Rendering(given, tokenizer, target_name, notes)
     if why := endless(tokenizer, target_name, eos_ids, given.template_kwargs):
-        notes.remark(why)
+        notes.add_remark(why)
     sequences: list[RenderedSequence] = []
     for turn in rendering.turns():
         if turn.index in conversation.not_learned:
@@ -94,7 +99,7 @@ def encode(
 
 
 def _plain_text(
-    conversation: Conversation, tokenizer: Any, eos_ids: frozenset[int], notes: Notes
+    conversation: Conversation, tokenizer: Any, eos_ids: frozenset[int], notes: SourceNotes
 ) -> Encoded:
     """Return a plain text, all of which is learned, or a prompt with its completion.
 
@@ -107,7 +112,7 @@ def _plain_text(
     if conversation.completion is None:
         refuse_rendered(conversation.text or "", tokenizer)
         if not {*tokenizer.all_special_ids}.isdisjoint(ids[begin:-1]) and tokenizer.chat_template:
-            notes.remark(MARKED)
+            notes.add_remark(MARKED)
     # Without special tokens, since a beginning token would come before the prompt.
     tail = []
     if conversation.completion is not None:
@@ -136,7 +141,7 @@ def _masked(
     mask = [False] * len(ids)
     for turn in sequence.turns:
         first, past = bisect_left(starts, turn.start), bisect_left(starts, len(turn.text))
-        said = bisect_left(starts, turn.said)
+        said = bisect_left(starts, turn.texts_end)
         closing, ended = _closing(ids[said:past], eos_ids, special)
         if closing is None:
             rest = [sequence.text[slice(*offsets[i])] for i in range(said, past)]
@@ -198,7 +203,7 @@ def _tokens(sequence: RenderedSequence, tokenizer: Any) -> tuple[list[int], list
     if tokenizer.is_fast:
         encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return list(encoding["input_ids"]), encoding["offset_mapping"]
-    borders = {border for t in sequence.turns for border in (t.start, t.said, len(t.text))}
+    borders = {border for t in sequence.turns for border in (t.start, t.texts_end, len(t.text))}
     ids: list[int] = []
     offsets: list[tuple[int, int]] = []
     for start, end in pairwise(sorted({0, len(text), *borders})):

@@ -1,4 +1,4 @@
-"""Reports of one drafter before and after training: one part of the page with their comparison.
+"""Reports of one drafter before and after training, compared in one part of the page.
 
 The figures are those of `draftsmith compare`.
 """
@@ -13,23 +13,24 @@ import msgspec
 from ....heads.errors import UserError
 from ....heads.files import JsonObject
 from ..compare import ALL, Change, Comparison, cells_of, compared, outcome, own_drafters
-from ..results import Report, SettingFigures, interval_text
-from ..tables import UNNAMED, Table, table_of
+from ..figure_text import interval_text
+from ..results import Report, SettingFigures
+from ..tables import UNNAMED, FigureTable, table_of
 from .page import Block, bar, chart, charts, table, text
 
-Named = tuple[str, Report]
-"""A report after the path that it was read from."""
+NamedReport = tuple[str, Report]
+"""Path and content of a report."""
 Drafters = dict[str, tuple[list[str], list[Comparison]]]
 """Name of each drafter in each of several reports, and its comparisons."""
 
 
 @dataclass
-class Part:
-    """Reports that share a part of the page: one, or several of the same drafters in time."""
+class PagePart:
+    """Part of the page: a report, or successive reports of the same drafters."""
 
-    reports: list[Named]
+    reports: list[NamedReport]
     drafters: Drafters = field(default_factory=dict)
-    """Those that all reports have; empty for a single report."""
+    """Drafters that all reports have; empty for a single report."""
 
     @property
     def labels(self) -> list[str]:
@@ -44,21 +45,21 @@ class Part:
 
     @property
     def report(self) -> Report:
-        """The only report, or one of all: see `merged`."""
+        """The only report, or all of them in one: see `merged`."""
         return merged(self) if self.drafters else self.reports[0][1]
 
     def named(self, drafter: str, change: Change) -> str:
-        """Return the name of a drafter, with that of the later report if there are several."""
+        """Return the name of a drafter, with the later report's label if there are several."""
         return drafter if len(self.reports) == 2 else f"{drafter}, {self.labels[change.report]}"
 
 
-def parts_of_page(reports: Iterable[Named]) -> list[Part]:
-    """Return the reports in parts: those that `draftsmith compare` takes are together.
+def parts_of_page(reports: Iterable[NamedReport]) -> list[PagePart]:
+    """Return the parts of the page; reports that `draftsmith compare` accepts share one.
 
-    They are of the same prompts, target, sampling and lengths, and share a drafter: one of the same
+    They have the same prompts, target, sampling and lengths, and share a drafter: one of the same
     name, or the only one of the same method and settings.
     """
-    parts: list[Part] = []
+    parts: list[PagePart] = []
     for entry in reports:
         for part in parts:
             together = [*part.reports, entry]
@@ -66,11 +67,11 @@ def parts_of_page(reports: Iterable[Named]) -> list[Part]:
                 part.reports, part.drafters = together, drafters
                 break
         else:
-            parts.append(Part([entry]))
+            parts.append(PagePart([entry]))
     return parts
 
 
-def _compared_by_drafter(entries: Sequence[Named]) -> Drafters:
+def _compared_by_drafter(entries: Sequence[NamedReport]) -> Drafters:
     """Return the drafters that all reports have, by name, or by method where names differ."""
     paths, reports = [path for path, _ in entries], [report for _, report in entries]
     found: Drafters = {}
@@ -84,7 +85,7 @@ def _compared_by_drafter(entries: Sequence[Named]) -> Drafters:
             names = [names_of_one[0] for names_of_one in alike]
         try:
             settings = compared(reports, names, paths, 0.0)
-        except UserError:  # they cannot be compared, so each gets a part of its own
+        except UserError:  # they cannot be compared, so each gets its own part
             continue
         if any(setting.rows for setting in settings):
             found[label] = names, settings
@@ -92,14 +93,14 @@ def _compared_by_drafter(entries: Sequence[Named]) -> Drafters:
 
 
 def _kind(report: Report, name: str) -> str:
-    """Return method and settings of a drafter, or its name where a report does not have them."""
+    """Return method and settings of a drafter, or its name if the report lacks them."""
     return report.settings[0].drafters[name].kind or name
 
 
-def merged(part: Part) -> Report:
+def merged(part: PagePart) -> Report:
     """Return one report with the drafters of all, those of the lineage named `NAME, before`.
 
-    Plain decoding and baselines are those of the last report that has them, as is all else.
+    Everything else, plain decoding and baselines included, is that of the last report that has it.
     """
     settings: dict[tuple[float, int], SettingFigures] = {}
     sizes: dict[str, int | None] = {}
@@ -116,8 +117,8 @@ def merged(part: Part) -> Report:
     return msgspec.structs.replace(last, settings=list(settings.values()), drafter_bytes=sizes)
 
 
-def _changes(part: Part) -> list[tuple[str, Comparison, Change]]:
-    """Return every change of a part with its drafter and setting."""
+def _changes(part: PagePart) -> list[tuple[str, Comparison, Change]]:
+
     return [
         (drafter, setting, change)
         for drafter, (_, settings) in part.drafters.items()
@@ -126,10 +127,10 @@ def _changes(part: Part) -> list[tuple[str, Comparison, Change]]:
     ]
 
 
-def compare_table(part: Part) -> Table | None:
+def compare_table(part: PagePart) -> FigureTable | None:
     """Return the table of a lineage; None for a part of one report.
 
-    Every change is a row; columns that would hold one value only are left out.
+    Every change is a row; columns that would hold a single value are left out.
     """
     rows = []
     for drafter, setting, change in _changes(part):
@@ -154,11 +155,8 @@ def compare_table(part: Part) -> Table | None:
     return table_of(title, rows, switches=switches, important=important)
 
 
-def before_after(part: Part) -> list[Block]:
-    """Return what changed: sentences, charts of the changes, and a table of all figures.
-
-    Nothing is returned for a part of one report.
-    """
+def before_after(part: PagePart) -> list[Block]:
+    """Return sentences, charts and a table of all changes; [] for a part of one report."""
     if (of := compare_table(part)) is None:
         return []
     notes = (
@@ -170,19 +168,18 @@ def before_after(part: Part) -> list[Block]:
     return [*_sentences(part), *_charts(part), table(of), text(notes)]
 
 
-def _sentences(part: Part) -> list[Block]:
+def _sentences(part: PagePart) -> list[Block]:
     """Return paragraphs: the change over all prompts, and what has regressed."""
-    said, worse = [], []
+    sentences, worse = [], []
     seen = set()
     for drafter, setting, change in _changes(part):
-        name = part.named(drafter, change)
-        where = f"T = {setting.temperature:g}, batch {setting.batch}"
+        name, where = part.named(drafter, change), setting.caption
         if change.regressed:
             worse.append(f"{name}, {change.category or UNNAMED} ({where})")
         if change.category == ALL and (name, setting.temperature) not in seen:
             seen.add((name, setting.temperature))  # of each temperature only its first batch size
             between = interval_text(change.change_ci95, " ({:+.1%} to {:+.1%})")
-            said.append(
+            sentences.append(
                 text(
                     f"{where}: tau of {name} {change.tau_before:.2f} → {change.tau_after:.2f}, "
                     f"{change.change:+.1%}{between}, {outcome(change)}.",
@@ -190,17 +187,17 @@ def _sentences(part: Part) -> list[Block]:
                 )
             )
     if worse:
-        said.append(text(f"Regressed: {'; '.join(worse)}.", "alert"))
-    return said
+        sentences.append(text(f"Regressed: {'; '.join(worse)}.", "alert"))
+    return sentences
 
 
-def _charts(part: Part) -> list[Block]:
+def _charts(part: PagePart) -> list[Block]:
     """Return a chart of the changes with their intervals for each temperature and batch size."""
     rows: dict[str, list[JsonObject | None]] = {}
     for drafter, setting, change in _changes(part):
         name, category = part.named(drafter, change), change.category or UNNAMED
         row = bar(category, name, change.change, change.change_ci95, "{:+.1%}")
-        rows.setdefault(f"T = {setting.temperature:g}, batch {setting.batch}", []).append(row)
+        rows.setdefault(setting.caption, []).append(row)
     note = "lines: 95% intervals over pairs of prompts; dashed: no change"
     axes = {"x": "change of tau", "rule": 0, "percent": True}
     return charts(

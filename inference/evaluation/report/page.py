@@ -1,8 +1,8 @@
 """The page of `draftsmith report`: a static template, page.html, with its data as JSON in it.
 
-The data are blocks in their order on the page: dictionaries whose `kind` says which function of the
-template's script draws them. Charts are drawn by Observable Plot from their rows. The script shows
-every text as text, so that none can become HTML.
+The data are blocks in their order on the page: dictionaries whose `kind` selects the function of
+the template's script that draws them. Observable Plot draws charts from their rows. The script
+inserts every text as text, never as HTML.
 """
 
 from __future__ import annotations
@@ -18,26 +18,16 @@ from pathlib import Path
 import msgspec
 
 from ....heads.files import JsonObject
-from ..names import BASELINES
-from ..remarks import headline
-from ..results import (
-    FEWEST,
-    DrafterFigures,
-    PromptSet,
-    Report,
-    SettingFigures,
-    caption,
-    ends,
-    known,
-)
-from ..server_figures import ByDepth, Number
+from ..drafter_names import BASELINES
+from ..figure_text import caption, ends, headline, is_measured
+from ..results import FEWEST, ByDepth, DrafterFigures, Number, PromptSet, Report, SettingFigures
 from ..tables import (
     UNNAMED,
-    Table,
+    FigureTable,
     categories,
     remarks_of,
     remarks_of_server,
-    served,
+    server_table,
     summary,
 )
 from ..training_log import Training, trainings
@@ -45,25 +35,26 @@ from ..training_log import Training, trainings
 FOLDER = Path(__file__).parent
 LIBRARIES = ("d3.min.js", "plot.umd.min.js")
 Block = JsonObject
-# Parts of a round (docs/metrics.md#speed), and the words that stand for them.
+# Parts of a round (docs/metrics.md#speed) and their labels.
 PARTS = {"draft": "draft", "verify": "verify", "accept": "accept", "kv": "cache", "host": "rest"}
 TAU, SPEED_UP = "tau (tokens a round)", "speed-up over plain decoding"
 
 
 def html(title: str, blocks: Sequence[Block], looks: Mapping[str, int]) -> bytes:
-    """Return a whole page in UTF-8, which fetches nothing.
+    """Return a self-contained page in UTF-8.
 
-    Its content security policy forbids loading anything and running any script but the template's
-    own and the chart library, which it allows by their hashes, whatever texts a report contains.
+    Its content security policy forbids loading anything, and running any script but the template's
+    own and the chart library, which it allows by their hashes.
     """
     template = (FOLDER / "page.html").read_text("utf-8")
     scripts = [(FOLDER / name).read_text("utf-8") for name in LIBRARIES]
     own = template.rpartition("<script>")[2].partition("</script>")[0]
-    hashes = " ".join(f"'sha256-{_digest(script)}'" for script in (*scripts, own))
+    digests = (hashlib.sha256(script.encode()).digest() for script in (*scripts, own))
+    hashes = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     page = {"title": title, "blocks": blocks, "looks": looks}
-    # numbers that are not finite become null, which is all that JSON has for them
+    # JSON has no numbers that are not finite: they become null
     finite = json.loads(json.dumps(msgspec.to_builtins(page)), parse_constant=lambda _: None)
-    # with "<" escaped no text can end the element that holds the data
+    # With "<" escaped, no text can close the element that holds the data.
     data = json.dumps(finite).replace("<", "\\u003c")
     parts = {
         "TITLE": escape(title),
@@ -71,18 +62,14 @@ def html(title: str, blocks: Sequence[Block], looks: Mapping[str, int]) -> bytes
         "LIBRARIES": "".join(f"<script>{script}</script>\n" for script in scripts),
         "DATA": data,
     }
-    # in one pass, so that a mark within a text stays what it is
+    # In one pass, so that a placeholder within a text is not replaced.
     whole = re.sub(f"@({'|'.join(parts)})@", lambda mark: parts[mark[1]], template)
     # a folder's name may hold bytes that UTF-8 cannot encode
     return whole.encode("utf-8", "replace")
 
 
-def _digest(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
 def heading(text: str, level: int = 2) -> Block:
-    """Return a heading; those of level 2 are also in the contents at the top of the page."""
+    """Return a heading; level 2 is also listed in the contents at the top of the page."""
     return {"kind": "heading", "text": text, "level": level}
 
 
@@ -91,19 +78,19 @@ def text(words: str, look: str = "note") -> Block:
     return {"kind": "text", "text": words, "look": look}
 
 
-def table(of: Table) -> Block:
-    """Return a table, which shows the columns `few` until its reader asks for all."""
+def table(of: FigureTable) -> Block:
+    """Return a table, which shows the columns `few` until the reader asks for all."""
     return {"kind": "table", **msgspec.to_builtins(of), "few": of.few()}
 
 
 def fold(title: str, blocks: Sequence[Block], opened: bool = False) -> list[Block]:
-    """Return blocks under a title that unfolds them; none for no blocks."""
+    """Return blocks under a title that unfolds them; [] without blocks."""
     made = {"kind": "fold", "title": title, "blocks": list(blocks), "open": opened}
     return [made] if blocks else []
 
 
 def charts(made: Iterable[Block]) -> list[Block]:
-    """Return charts side by side, without those that have nothing to show."""
+    """Return charts side by side, without empty ones."""
     drawn = [chart for chart in made if chart["rows"]]
     return [{"kind": "charts", "charts": drawn}] if drawn else []
 
@@ -113,7 +100,7 @@ def chart(
 ) -> Block:
     """Return a chart: `bars` and `dots` with a row for each, `lines` with a row for each point.
 
-    Rows that are None are left out. `more`: labels `x` and `y`, a `rule` through all of it, limits
+    Rows that are None are left out. `more`: labels `x` and `y`, a `rule` across the chart, limits
     of the axes.
     """
     found = [row for row in rows if row is not None]
@@ -124,7 +111,7 @@ def bar(
     group: str, name: str, value: Number, pair: Sequence[Number] | None, form: str = "{:.2f}"
 ) -> JsonObject | None:
     """Return the row of a bar with its interval and its text; None for an unknown value."""
-    if not known(value):
+    if not is_measured(value):
         return None
     low, high = ends(pair) or (None, None)
     written = form.format(value)
@@ -134,15 +121,15 @@ def bar(
 
 
 def points(name: str, values: Mapping[float, Number], **more: object) -> list[JsonObject]:
-    """Return the rows of a line's points (x, y); `more` are its look and what else each has."""
-    return [{"name": name, "x": x, "y": y, **more} for x, y in values.items() if known(y)]
+    """Return the rows of a line's points (x, y); `more` are further keys of each row."""
+    return [{"name": name, "x": x, "y": y, **more} for x, y in values.items() if is_measured(y)]
 
 
 def looks_of(reports: Sequence[Report]) -> dict[str, int]:
     """Return the number of a look (colour and marker) for each drafter, the same on a whole page.
 
-    Plain decoding has the neutral one, 0. Baselines come last, so that their number does not change
-    the looks of the user's own drafters.
+    Plain decoding has the neutral one, 0. Baselines come last, so that they do not change the looks
+    of the user's own drafters.
     """
     names: dict[str, None] = {}
     for report in reports:
@@ -166,35 +153,36 @@ def drafting(setting: SettingFigures) -> list[tuple[str, DrafterFigures]]:
 
 
 def others_folded(report: Report, draw: Callable[[SettingFigures], list[Block]]) -> list[Block]:
-    """Return charts of the smallest batches in sight, and those of all others folded."""
-    in_sight, others = [], []
+    """Return visible charts of the smallest batches, and folded ones of all others."""
+    visible, others = [], []
     first = smallest(report)
     for setting in report.settings:
         # by identity, since two settings may be equal in all their numbers
-        (in_sight if any(setting is s for s in first) else others).extend(draw(setting))
-    return charts(in_sight) + fold("Other batch sizes", charts(others))
+        (visible if any(setting is s for s in first) else others).extend(draw(setting))
+    return charts(visible) + fold("Other batch sizes", charts(others))
 
 
 def verdict(report: Report) -> list[Block]:
-    """Return what a reader has to know before any figure, the headline, and tau and speed-up."""
-    said = []
+    """Return the note on losslessness, the headline, and charts of tau and speed-up."""
+    blocks = []
     if report.settings:
-        said.append(text("✓ lossless: every rule used keeps the target's distribution", "lossless"))
-    said += [text(f"{line}.", "verdict") for line in headline(report)]
+        lossless = "✓ lossless: every rule used keeps the target's distribution"
+        blocks.append(text(lossless, "lossless"))
+    blocks += [text(f"{line}.", "verdict") for line in headline(report)]
     taus, gains = [], []
     for setting in smallest(report):
         for name, s in drafting(setting):
             taus.append(bar(caption(setting), name, s.tau_incl_bonus, s.tau_ci95))
             gains.append(bar(caption(setting), name, s.speedup, s.speedup_ci95, "{:.2f}x"))
     note = f"lines: 95% intervals, where there are {FEWEST} prompts; dashed: plain decoding"
-    return said + charts([
+    return blocks + charts([
         chart("bars", "Tau: tokens a round", note, taus, x=TAU, rule=1),
         chart("bars", "Speed-up", note, gains, x=SPEED_UP, rule=1),
     ])  # fmt: skip
 
 
 def summaries(report: Report) -> list[Block]:
-    """Return the table of all settings, and the remarks that a reader of it needs."""
+    """Return the table of all settings with its remarks."""
     if not report.settings:
         return []
     notes = [
@@ -208,8 +196,8 @@ def summaries(report: Report) -> list[Block]:
 
 
 def server(report: Report) -> list[Block]:
-    """Return the table of a live server, and the remarks that a reader of it needs."""
-    of = served(report)
+    """Return the table of a live server with its remarks."""
+    of = server_table(report)
     if of is None or report.server is None:
         return []
     return [table(of), *map(text, remarks_of_server(report.server))]
@@ -240,7 +228,7 @@ def acceptance(report: Report) -> list[Block]:
             chart(
                 "lines",
                 f"Survival, {where}",
-                "share of rounds that accept at least so many drafts",
+                "share of rounds that accept at least this many drafts",
                 survived,
                 y="share of rounds",
                 **axes,
@@ -295,7 +283,7 @@ def times(report: Report) -> list[Block]:
     def draw(setting: SettingFigures) -> list[Block]:
         rows = []
         for name, s in setting.drafters.items():
-            # the difference of two clocks may be slightly negative
+            # A difference of two clock readings may be slightly negative.
             parts = {words: max(s.split.get(part, 0.0), 0.0) for part, words in PARTS.items()}
             whole = sum(parts.values())
             if s.rounds and whole > parts["rest"]:
@@ -319,10 +307,7 @@ def times(report: Report) -> list[Block]:
 
 
 def replies(report: Report) -> list[Block]:
-    """Return the sampled replies of each drafter, token by token and folded.
-
-    The first reply on the page is unfolded, to show what there is.
-    """
+    """Return the sampled replies of each drafter, token by token; all but the first are folded."""
     blocks: list[Block] = []
     for setting in smallest(report):
         views: list[Block] = []
@@ -345,7 +330,7 @@ def replies(report: Report) -> list[Block]:
 
 
 def facts(report: Report, path: str) -> Block:
-    """Return a list of what the report was measured on; `path` is where it was read from."""
+    """Return the facts about a report's target, machine and prompts; `path` is its file."""
     memory, limits = report.peak_memory_bytes, report.options or {}
     rows = {
         "report": path,
@@ -366,7 +351,7 @@ def facts(report: Report, path: str) -> Block:
 
 
 def _prompt_set(prompts: PromptSet) -> str:
-    """Return how many prompts there are, of which file, and their categories if several."""
+    """Return the number of prompts, their file, and their categories if there are several."""
     path = prompts.path or "an unnamed set"
     words = f"{prompts.prompts} of {path}, SHA-256 {prompts.sha256[:12]}"
     if (benchmark := prompts.benchmark) is not None:
@@ -411,6 +396,6 @@ def _positions(run: Training) -> Block:
     while curve := run.curve(f"surv@{depth}", evaluated=True):
         rows += points(f"position {depth}", curve)
         depth += 1
-    note = "share of held-out rounds that accept at least so many drafts"
+    note = "share of held-out rounds that accept at least this many drafts"
     axes: JsonObject = {"x": "step", "y": "share", "low": 0, "high": 1}
     return chart("lines", f"{run.name}: acceptance by position", note, rows, **axes)

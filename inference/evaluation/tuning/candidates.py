@@ -1,8 +1,7 @@
-"""Candidates of `draftsmith tune`: the default, and a few chains and trees that promise most.
+"""Candidates of `draftsmith tune`: the default, and the most promising chains and trees.
 
-Where the drafter's artifact holds its held-out accuracies by depth and rank, the one model of costs
-says which promise most on this device (`default_tree`, `base.costs`); for other drafters they
-are spread over the usual sizes.
+If the drafter's artifact holds its held-out accuracies by depth and rank, the cost model ranks them
+for this device (`default_tree`, `base.costs`); for other drafters they cover the usual sizes.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 LEVELS = (1, 2, 3, 4, 5, 6, 8)
 WIDTHS = (2, 4, 8)
 NODES = (4, 6, 8, 12, 16, 24, 32, 48, 64)
-# Of each kind so many are decoded with, besides the default.
+# Numbers of candidates of each kind, besides the default.
 CHAINS, TREES, FIXED = 3, 4, 1
-# Where nothing is known of a drafter.
+# Candidates for drafters of unknown accuracy.
 USUAL_CHAINS = (1, 2, 3, 5, 8)
 USUAL_TREES = ((2, 2, 4), (3, 4, 8), (5, 4, 16))
 LOOKUPS = (1, 2, 4, 6, 8, 12, 16)
@@ -49,12 +48,12 @@ class Candidate:
     kind: str
     """chain, fixed or dynamic."""
     setting: dict[str, Any]
-    """Settings with which `load_proposer` makes this proposer."""
+    """Settings with which `load_proposer` returns this proposer."""
     make: Callable[[], Proposer]
 
     @property
     def label(self) -> str:
-        """Return the name that tables show: the kind and the settings."""
+        """The name in tables: the kind and the settings."""
         setting = dict(self.setting)
         if "shape" in setting:
             shape = setting.pop("shape")
@@ -75,7 +74,7 @@ def candidates(spec: str, target: Target, batch: int) -> list[Candidate]:
     """
 
     def silent(message: str) -> None:
-        pass  # it was shown when the drafter was first loaded
+        pass  # the message was shown when the drafter was first loaded
 
     proposer: Any = load_proposer(spec, target, silent, choose=True, inform=silent)
     check_tunable(proposer, spec)
@@ -99,7 +98,7 @@ def check_tunable(proposer: Proposer, spec: str) -> None:
     if isinstance(proposer, Planned | LookupProposer):
         return
     if isinstance(proposer, WithLookup):
-        raise UserError(f"tune chooses the trees of a drafter alone; leave out lookup of {spec}")
+        raise UserError(f"tune cannot tune a drafter with a lookup; leave out lookup of {spec}")
     raise UserError(
         f"{spec} cannot be tuned: it does not draft by a plan of trees; tune another trained "
         "drafter, or a lookup"
@@ -119,9 +118,9 @@ def _planned(proposer: Any, spec: str, target: Target, batch: int) -> list[JsonO
         return settings
     gpu = None
     if target.device.type == "cuda":
-        # Of GPUs without a known data sheet the balance of an H100 is assumed.
+        # For GPUs without a known data sheet the figures of an H100 are assumed.
         gpu = gpu_named(torch.cuda.get_device_name(target.device)) or GPUS["H100"]
-    # Depths beyond those that training looked at are as right as the last of these.
+    # Depths beyond those that training measured are assumed to be as accurate as the last of these.
     table = [*accuracies, *[accuracies[-1]] * (max(LENGTHS) - len(accuracies))]
     drafter, longest = proposer.drafter, proposer.longest
 
@@ -159,23 +158,23 @@ def _best(
 
 
 def _accuracies(spec: str) -> list[list[float]]:
-    """Return the held-out accuracies by depth and rank in a drafter's artifact; [] without any."""
+    """Return the held-out accuracies by depth and rank in a drafter's artifact, or []."""
     file = Path(parse_spec(spec)[0], OWN_FILE)
-    # The loader has checked its form.
+    # The loader has validated it.
     return read_json(file)["calibration"].get("rank_accuracy", []) if file.is_file() else []
 
 
 def _follow(proposer: Any, setting: JsonObject) -> Proposer:
     """Return `proposer`, which drafts by the plan of `setting` from the next batch on.
 
-    All candidates share it and its weights, so that it is set up when the turn of one begins.
+    All candidates share it and its weights, so it is set up again before each of them decodes.
     """
     proposer.replan(TreePlan(TreeSettings(**setting).or_else(length=1, width=1)))
     return proposer
 
 
 def _setting_of(plan: TreePlan) -> JsonObject:
-    """Return the setting that the candidate of this plan has."""
+    """Return the setting of the candidate with this plan."""
     if plan.fixed is not None and plan.width > 1:
         return {"shape": plan.fixed}
     setting: JsonObject = {"length": plan.length, "width": plan.width}

@@ -1,10 +1,10 @@
-"""Measurement of candidates by successive halving, and the row of the profile that it gives.
+"""Measurement of candidates by successive halving, and the resulting row of the profile.
 
 All candidates decode a few prompts, alternating with the default; the faster half of them decodes
 more, and so on (arXiv 1502.07943). The last ones decode one half of the prompts with the default
-and plain decoding. The best one is taken only if the interval of its gain excludes no gain. The
-best of several on the prompts that it was chosen on is also the luckiest, so what is reported is
-its gain on the other half of the prompts, which had no part in the choice.
+and plain decoding. The best one is taken only if the interval of its gain excludes no gain. Its
+gain on the prompts that it was chosen on is biased upwards, so the reported gain is that on the
+other half of the prompts.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from ....heads.files import JsonObject
 from ... import metrics
 from ...base.settings import Sampling
-from ...conversations.choice import alternately, number_of
 from ...conversations.prompts import Prompt
-from ...decode import Generation, Request, generate
+from ...conversations.selection import balanced_order, hash_number
+from ...decode import Request, generate
 from ...proposers.ngram import PlainDecoding
 from ...targets.target import Target
 from ..figures import Gain, figures_of_drafter, gain
@@ -30,14 +30,14 @@ from .candidates import PLAIN, Candidate
 FINALISTS = 3  # besides the default and plain decoding
 TOKENS = 96  # longest reply; with less time shorter ones, `SHORTEST` at least
 SHORTEST = 16
-TRIAL = 16  # tokens of the run by which the time of all is estimated
+TRIAL = 16  # tokens of the run from which the total time is estimated
 
 
 def rungs(candidates: int) -> list[tuple[int, int]]:
-    """Return for each measurement how many candidates take part, and the part of the prompts.
+    """Return the number of candidates in each measurement, and the divisor of the prompts.
 
-    The part is given by its divisor. Example: of 8 candidates all decode a quarter of the prompts,
-    4 a half, and the last 3 all of them: [(8, 4), (4, 2), (3, 1)].
+    Example: all of 8 candidates decode a quarter of the prompts, 4 a half, and the last 3 all of
+    them: [(8, 4), (4, 2), (3, 1)].
     """
     sizes = [candidates]
     while sizes[-1] > FINALISTS:
@@ -51,8 +51,8 @@ def effort_for(
     """Return how many of `prompts` prompts, and tokens of a reply, fit into `seconds`.
 
     `read_s` and `step_s` are the seconds of a batch's prefill and of a plain step; a drafted reply
-    is counted as if it took as long as a plain one. Prompts are given up first, by a quarter at a
-    time, down to as many as intervals need, then the replies are halved.
+    is counted as a plain one. First the number of prompts is reduced, by a quarter at a time, to
+    what intervals need, then the replies are halved.
     """
     fewest = min(prompts, 2 * FEWEST * batch)
     tokens = TOKENS
@@ -74,15 +74,15 @@ def effort_for(
 def fewer(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     """Return `count` of the prompts, evenly over their categories, in their order."""
     groups = [(prompt.category,) for prompt in prompts]
-    units = [number_of(str(prompt.unit)) for prompt in prompts]
-    return [prompts[index] for index in sorted(alternately(groups, units)[:count])]
+    units = [hash_number(str(prompt.unit)) for prompt in prompts]
+    return [prompts[index] for index in sorted(balanced_order(groups, units)[:count])]
 
 
 def halves(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
-    """Return the prompts that a tree is chosen on, and those on which its gain is measured.
+    """Return the prompts for choosing a tree, and those for measuring its gain.
 
-    Of each category every second one is in the second half; prompts of one unit stay together. The
-    second half is empty where there are too few.
+    Every second unit of each category is in the second half, which is empty if there are too few
+    prompts. Prompts of one unit stay together.
     """
     by_category = sorted(prompts, key=lambda prompt: prompt.category)
     units = list(dict.fromkeys(prompt.unit for prompt in by_category))
@@ -92,13 +92,13 @@ def halves(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
 
 
 def level_of(finalists: int) -> float:
-    """Return the level of each finalist's interval: together they err in 5% (Bonferroni)."""
+    """Return the level of each finalist's interval, for a joint error of 5% (Bonferroni)."""
     return 1 - (1 - LEVEL) / max(finalists, 1)
 
 
 @dataclass
 class Choice:
-    """Best finalist and the default: its gains, and whether it is taken."""
+    """Choice between the best finalist and the default, with the gains that decide it."""
 
     default: str
     """Label of the default."""
@@ -109,26 +109,27 @@ class Choice:
     level: float
     batch: int
     others: int
-    """Number of the other prompts; 0 where there are too few."""
+    """Number of the other prompts; 0 if there are too few."""
     again: Gain | None = None
     """Its gain on these, with its 95% interval; None until it is measured."""
 
     @property
     def promising(self) -> bool:
-        """True if the interval excludes no gain, and there are prompts to measure it again."""
+        """True if the interval excludes no gain, and prompts are left to measure it again."""
         return self.others > 0 and self.gain.interval[0] > 1
 
     @property
     def taken(self) -> bool:
         """True if the best finalist replaces the default.
 
-        The second measurement decides nothing, so that it is unbiased, unless it excludes a gain.
+        The second measurement is not used for the choice, so it is unbiased, unless it excludes a
+        gain.
         """
         return self.promising and self.again is not None and self.again.interval[1] >= 1
 
     @property
     def reason(self) -> str:
-        """One line that says what is kept, and why."""
+        """Sentence that says which of them is kept, and why."""
         low, high = self.gain.interval
         found = f"{self.best} has {self.gain.ratio:.2f}x its tokens per second"
         if not self.others or math.isnan(low):
@@ -151,13 +152,13 @@ class Choice:
         return f"The default ({self.default}) is {kept}: {found}."
 
     def to_json(self) -> JsonObject:
-        """Return the keys of a profile's row that are about the choice."""
+        """Return the keys of a profile's row that describe the choice."""
         again = self.again
         reported = again if self.taken else None
         return {
             "taken": self.taken,
             "reason": self.reason,
-            # 1 is that of the default over itself
+            # The gain of the default over itself is 1.
             "gain_over_default": 1.0 if reported is None else reported.ratio,
             "gain_ci95": None if reported is None else reported.interval,
             "best": {
@@ -173,7 +174,7 @@ class Choice:
 
 
 def enough(prompts: Sequence[Prompt], batch: int) -> bool:
-    """Return whether an interval of the gain on these prompts can be given."""
+    """Return True if there are enough prompts for an interval of the gain."""
     units = {prompt.unit for prompt in prompts}
     return (len(units) if batch == 1 else math.ceil(len(prompts) / batch)) >= FEWEST
 
@@ -207,19 +208,19 @@ def tuned_row(
     count, tokens = effort_for(seconds, len(prompts), batch, len(ways) - 1, read_s, step_s)
     chosen_on, others = halves(fewer(prompts, count))
     if not enough(others, batch):
-        # They are measured together to be shown, since nothing can be chosen on either half.
+        # Neither half is enough for a choice, so the figures shown are those of all prompts.
         chosen_on, others = [*chosen_on, *others], []
-    # Other prompts say more about a tree than the same ones again.
+    # More prompts are worth more than repeated runs.
     setting = Setting(sampling, batch, tokens, repeats=1)
     default, left, tried = ways[0], list(ways[1:]), []
     for size, part in rungs(len(left))[:-1]:
         some = fewer(chosen_on, max(len(chosen_on) // part, min(batch, len(chosen_on))))
         tick(f"{size} chains and trees on {len(some)} prompts")
         first, *results = decoded(target, [default, *left], some, setting)
-        ratios = [gain(turns, replies(first), batch).ratio for turns in results]
+        ratios = [gain(turns, first, batch).ratio for turns in results]
         gains = {way.label: ratio for way, ratio in zip(left, ratios, strict=True)}
         tried.append({"prompts": len(some), "gains": gains})
-        # NaN, of replies without a round, comes last
+        # NaN, from replies without a round, comes last
         left.sort(key=lambda way: -gains[way.label] if gains[way.label] > 0 else 0.0)
         left = left[: max(math.ceil(len(left) / 2), FINALISTS)]
     row = _decided(target, default, left, (chosen_on, others), setting, tick)
@@ -247,11 +248,11 @@ def _decided(
     batch, ways = setting.batch, [PLAIN, default, *finalists]
     tick(f"{len(finalists)} finalists on {len(prompts)} prompts")
     results = decoded(target, ways, prompts, setting)
-    finals = []
-    for way, turns in zip(ways, results, strict=True):
-        finals.append(_final(way, turns, replies(results[0]), batch))
+    finals = [
+        _final(way, turns, results[0], batch) for way, turns in zip(ways, results, strict=True)
+    ]
     level = level_of(len(finalists))
-    gains = [gain(turns, replies(results[1]), batch, level) for turns in results[2:]]
+    gains = [gain(turns, results[1], batch, level) for turns in results[2:]]
     measured = [
         {**final, "gain": own.ratio, "gain_interval": own.interval}
         for final, own in zip(finals[2:], gains, strict=True)
@@ -261,7 +262,7 @@ def _decided(
     if choice.promising:
         tick(f"the gain on {len(others)} other prompts")
         before, after = decoded(target, [default, finalists[best]], others, setting)
-        choice.again = gain(after, replies(before), batch)
+        choice.again = gain(after, before, batch)
     return {
         "temperature": setting.sampling.temperature,
         "batch": batch,
@@ -273,10 +274,8 @@ def _decided(
     }
 
 
-def _final(
-    way: Candidate, turns: Sequence[Turn], plain: Sequence[Generation], batch: int
-) -> JsonObject:
-    """Return a candidate with what was measured of it."""
+def _final(way: Candidate, turns: Sequence[Turn], plain: Sequence[Turn], batch: int) -> JsonObject:
+    """Return a candidate with its measured figures."""
     f = figures_of_drafter(turns, plain, batch)
     measured = {
         "tau": NAN if f.tau_incl_bonus is None else f.tau_incl_bonus,
@@ -284,10 +283,6 @@ def _final(
         "speedup": NAN if f.speedup is None else f.speedup,
     }
     return {"kind": way.kind, "label": way.label, "setting": way.setting, "measured": measured}
-
-
-def replies(turns: Sequence[Turn]) -> list[Generation]:
-    return [turn.generation for turn in turns]
 
 
 def decoded(

@@ -1,7 +1,7 @@
 """`draftsmith tune`: finds the chain or tree of most tokens per second on this machine.
 
 A few candidates are measured by successive halving (`halving`); the best of them goes into the
-profile if it surely gains over the default.
+profile if its gain over the default is significant.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from msgspec import to_builtins
 
 from ....heads.errors import UserError
 from ....heads.files import JsonObject, whole_file, write_json
-from ...base.console import Console, Progress, warn
+from ...base.console import OutputConsole, ProgressReporter, warn
 from ...base.output_paths import check_output
 from ...base.settings import Sampling
 from ...conversations.prompts import (
@@ -30,30 +30,30 @@ from ...conversations.prompts import (
     check_room,
     check_source,
     read_prompts,
+    tokenizer_of,
 )
 from ...conversations.templates import endless
 from ...profile import key_of, machine_of
 from ...proposers.registry import check_spec, load_proposer, refuse_own
 from ...targets.target import Target, load_for_decoding
-from ..checks import swept, tokenizer_of
-from ..evaluate import comparable_facts, origin
-from ..journal import Journal, kept
-from ..names import distinct_labels
+from ..drafter_names import distinct_labels
+from ..evaluate import comparable_facts, origin, swept
+from ..figure_text import busy_now, number_text, ratio_text, slower
+from ..journal import Journal, interruption_message
 from ..options import TuneOptions as Options
-from ..remarks import busy_now, slower
-from ..results import FEWEST, factor, written
-from ..tables import Table, table_of
+from ..results import FEWEST
+from ..tables import FigureTable, table_of
 from .candidates import PLAIN, candidates, check_tunable
 from .halving import enough, halves, tuned_row
 
 log = logging.getLogger(__name__)
 SCHEMA = 1
-MOST_PROMPTS = 320  # that are read: both halves of 10 batches of 16
+MOST_PROMPTS = 320  # limit of the prompts that are read: two halves of 10 batches of 16
 
 
 def if_interrupted(options: Options) -> str:
-    """Return a line for a person who stopped a tuning: how to continue it."""
-    return kept(options.out, "tuned")
+    """Return the line for a user who stopped a tuning, which says how to resume it."""
+    return interruption_message(options.out, "tuned")
 
 
 def run(options: Options) -> None:
@@ -62,7 +62,9 @@ def run(options: Options) -> None:
     A stopped command continues after the last drafter, temperature and batch size that it measured.
     """
     samplings, batches = check(options)
-    prompts = prompts_of(options)
+    source, tokenizer = options.source(options.prompts), tokenizer_of(options.target)
+    read = read_prompts(source, tokenizer, options.target.path, MOST_PROMPTS, "stop", {})
+    prompts = [replace(prompt, later=[]) for prompt in read]  # first turns only
     check_batches(batches, prompts)
     for batch in batches:
         if not enough(halves(prompts)[1], batch):
@@ -84,7 +86,7 @@ def run(options: Options) -> None:
     limit = f"at most about {options.budget:g} minutes" if options.budget else "without a limit"
     log.info("tuning %d of drafter, temperature and batch size: %s (--budget)", len(parts), limit)
 
-    with Progress(desc="tuning", unit=" steps") as progress:
+    with ProgressReporter(desc="tuning", unit=" steps") as progress:
 
         def tick(what: str) -> None:
             progress.now(what)
@@ -93,7 +95,7 @@ def run(options: Options) -> None:
         for number, (sampling, spec, batch) in enumerate(parts):
             key = f"{key_of(spec)}, T {sampling.temperature:g}, batch {batch}"
             if (row := journal.get(key)) is None:
-                # What earlier parts have left of the time is shared by those that remain.
+                # The remaining parts share the time that is left.
                 left = max(seconds - (time.monotonic() - started), 0) / (len(parts) - number)
                 ways = candidates(spec, target, batch)
                 row = tuned_row(target, ways, prompts, batch, sampling, left, tick)
@@ -102,16 +104,13 @@ def run(options: Options) -> None:
     with whole_file(options.out) as aside:
         write_json(aside, profile)
     journal.finish()
-    show(profile, Console())
+    show(profile, OutputConsole())
     if options.budget:
         log.info("took %.1f of %g minutes", (time.monotonic() - started) / 60, options.budget)
 
 
 def empty_profile(options: Options, target: Target, prompts: int) -> JsonObject:
-    """Return a profile that says what it is about, with no result for any drafter yet.
-
-    `prompts`: how many there are.
-    """
+    """Return a profile without results; `prompts` is their number."""
     return {
         "schema_version": SCHEMA,
         "command": shlex.join(["draftsmith", *sys.argv[1:]]),
@@ -121,14 +120,6 @@ def empty_profile(options: Options, target: Target, prompts: int) -> JsonObject:
         "prompts": {"path": options.prompts, "count": prompts},
         "drafters": {key_of(spec): [] for spec in options.drafter},
     }
-
-
-def prompts_of(options: Options) -> list[Prompt]:
-    """Return the first turns of the prompts that the options name. Raises `UserError`."""
-    tokenizer = tokenizer_of(options.target)
-    source = options.source(options.prompts)
-    found = read_prompts(source, tokenizer, options.target.path, MOST_PROMPTS, "stop", {})
-    return [replace(prompt, later=[]) for prompt in found]
 
 
 def identity(profile: JsonObject, prompts: Sequence[Prompt], options: Options) -> JsonObject:
@@ -147,7 +138,7 @@ def identity(profile: JsonObject, prompts: Sequence[Prompt], options: Options) -
 def check(options: Options) -> tuple[list[Sampling], list[int]]:
     """Return the sampling of each temperature, and the batch sizes.
 
-    Raises `UserError` for everything that is known to be wrong before a large target is loaded.
+    Raises `UserError` for every mistake that can be found before a large target is loaded.
     """
     for spec in options.drafter:
         check_spec(spec)
@@ -163,7 +154,7 @@ def check(options: Options) -> tuple[list[Sampling], list[int]]:
     return samplings, sorted({*batches})
 
 
-def show(profile: JsonObject, console: Console) -> None:
+def show(profile: JsonObject, console: OutputConsole) -> None:
     """Print the results of each drafter."""
     names = distinct_labels(profile["drafters"])
     for key, rows in profile["drafters"].items():
@@ -176,11 +167,11 @@ def show(profile: JsonObject, console: Console) -> None:
         console.print(line, highlight=False)
     console.print(
         "tau: tokens a round. Over default: tokens a second over the default's. The table is of "
-        "the prompts that the trees were chosen on, where the best of several is lucky too."
+        "the prompts that the trees were chosen on, which favour the best of several."
     )
 
 
-def _table(name: str, row: JsonObject) -> Table:
+def _table(name: str, row: JsonObject) -> FigureTable:
     """Return the table of a row of the profile: plain decoding and the finalists of `name`."""
     rows = []
     for final in (row["plain"], *row["finalists"]):
@@ -190,10 +181,10 @@ def _table(name: str, row: JsonObject) -> Table:
             marks += " (default)" * (final["setting"] == row["default"]["setting"])
         rows.append({
             "drafts": final["label"] + marks,
-            "tau": written(measured["tau"]),
-            "tokens a second": written(measured["tokens_s"], ".0f"),
-            "speed-up": factor(measured["speedup"]),
-            "over default": factor(final.get("gain")),
+            "tau": number_text(measured["tau"]),
+            "tokens a second": number_text(measured["tokens_s"], ".0f"),
+            "speed-up": ratio_text(measured["speedup"]),
+            "over default": ratio_text(final.get("gain")),
         })  # fmt: skip
     return table_of(
         f"{name}\nT = {row['temperature']:g}, batch {row['batch']}: best of {row['candidates']} "

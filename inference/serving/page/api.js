@@ -10,7 +10,7 @@ export async function ask(path, key, body, signal) {
   try {
     message = (await answer.json()).error.message;
   } catch {
-    // Not the server's own form: the status has to do.
+    // Not the server's own form, so only the status is known.
   }
   const error = new Error(message);
   error.status = answer.status;

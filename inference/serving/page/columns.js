@@ -1,9 +1,9 @@
 // Columns: a reply as one drafter writes it, with tau, speed and a clock.
 //
 // The engine decodes the columns of a comparison at the same time, a round of each in turn. A column's
-// clock adds up the seconds of its own rounds, from its first token on. What has arrived is shown up to
-// the least clock of the columns that have not ended, so that all columns show their text at the same
-// time on their clocks, however the server has divided its time between them.
+// clock adds up the seconds of its own rounds, from its first token on. Text is shown up to the slowest
+// clock of the columns that have not ended, so that all columns are at the same time on their clocks,
+// however the server divides its time between them.
 
 export function newColumn(model) {
   return { title: model.title, plain: model.drafter === "plain", pieces: [], arrived: [], clock: 0,
@@ -18,7 +18,7 @@ export function receive(column, event) {
   if (finish) column.ended = true;
 }
 
-// Show what has arrived, up to the least clock; all of it, where no column decodes any more.
+// Show the text that has arrived, up to the slowest clock; all of it once every column has ended.
 export function advance(columns) {
   const now = Math.min(...columns.filter((one) => !one.ended).map((one) => one.clock));
   for (const column of columns) {
@@ -47,8 +47,7 @@ export const textOf = (column) => column.pieces.map((piece) => piece.text).join(
 export const tau = (column) => (column.rounds ? column.tokens / column.rounds : NaN);
 export const speed = (column) => (column.seconds ? column.tokens / column.seconds : NaN);
 
-// How two replies that have ended compare: whether their texts are the same, and from which character
-// on they are not.
+// Comparison of two finished replies: are their texts equal, and where do they first differ?
 export function compared([drafted, plain]) {
   const [one, other] = [drafted, plain].map((column) => [...textOf(column)]);
   let at = 0;

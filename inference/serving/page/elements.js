@@ -16,7 +16,7 @@ export function button(className, text, label) {
   return made;
 }
 
-// Copy a text, and say on the button for a moment that it was.
+// Copy a text, and briefly confirm it on the button.
 export async function copy(text, pressed) {
   const before = pressed.textContent;
   pressed.textContent = (await copied(text)) ? "Copied" : "Not copied";
@@ -28,7 +28,7 @@ async function copied(text) {
     await navigator.clipboard.writeText(text);
     return true;
   } catch {
-    // Browsers have no clipboard for pages of other machines without TLS: the old way is left.
+    // Browsers give pages of other machines no clipboard without TLS, so use the old API.
     const field = element("textarea");
     field.value = text;
     document.body.append(field);

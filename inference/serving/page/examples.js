@@ -1,5 +1,5 @@
-// Messages to begin with: requests, and beginnings of functions for a target that writes code or
-// continues texts.
+// Example messages: requests, and beginnings of functions for a target that writes code or continues
+// texts.
 
 export const REQUESTS = [
   ["Code", "Write a Python function that returns the largest number of a list."],

@@ -1,5 +1,5 @@
-// Replies as Markdown, with the marks of accepted drafts. Every node is made by its name and every text
-// is set as text: no HTML is read, neither of the model nor of the parser.
+// Replies as Markdown, with accepted drafts marked. Every node is created by its name and every text is
+// set as text: HTML is never parsed, neither the model's nor the parser's.
 
 import { Lexer } from "./marked.esm.js";
 import { button, element } from "./elements.js";
@@ -16,7 +16,7 @@ export function formatted(pieces) {
   return nodes(Lexer.lex(marks.source, { gfm: true, breaks: true }), marks);
 }
 
-// Finds the texts of the parsed reply in the reply as it was written, in order, and so what was drafted.
+// Locates the texts of the parsed reply in the reply as it was written, to find out what was drafted.
 class Marks {
   constructor(pieces) {
     this.pieces = pieces;
@@ -26,8 +26,8 @@ class Marks {
     this.start = 0; // characters before that piece
   }
 
-  // The nodes of a text. The parser takes indents and signs of quotation away from the lines of a text,
-  // so that each line is found for itself; one that it has changed is left unmarked.
+  // The nodes of a text. The parser removes indents and quotation marks from the lines of a text, so
+  // each line is searched for separately; one that it has changed is left unmarked.
   of(text) {
     return text.split(/(?<=\n)/).flatMap((line) => {
       const found = this.source.indexOf(line.replace(/\n$/, ""), this.place);

@@ -23,7 +23,7 @@ function save() {
   try {
     sessionStorage.setItem(STORE, JSON.stringify(kept));
   } catch {
-    // A full or forbidden store: the conversation is gone after a reload, and nothing else.
+    // The store is full or forbidden: only a reload loses the conversation.
   }
 }
 
@@ -32,7 +32,7 @@ function restore() {
   try {
     kept = JSON.parse(sessionStorage.getItem(STORE));
   } catch {
-    // Damaged or forbidden: begin again.
+    // The store is damaged or forbidden: start with no conversation.
   }
   if (!kept) return;
   turns = kept.turns || [];
@@ -114,7 +114,7 @@ function draw(turn, index) {
   return made;
 }
 
-// Draw the last turn again soon, with whatever else arrives until then.
+// Draw the last turn again soon, with everything that arrives until then.
 function showSoon() {
   drawing ??= setTimeout(() => {
     drawing = null;
@@ -127,7 +127,7 @@ function showSoon() {
 const main = document.querySelector("main");
 const atEnd = () => main.scrollHeight - main.scrollTop - main.clientHeight < 60;
 
-// Who has scrolled up reads there.
+// Do not scroll if the reader has scrolled up.
 function scroll(wanted) {
   if (wanted) main.scrollTo(0, turns.length ? main.scrollHeight : 0);
 }
@@ -145,13 +145,13 @@ function fail(error) {
     $("key-row").hidden = false;
     $("key").focus();
   }
-  // Who has given no key has made no mistake: the field asks for it.
+  // A key that was not given yet is not an error: the field asks for it.
   const shown = error && !(error.status === 401 && !$("key").value);
   $("error").textContent = shown ? `Error: ${error.message}` : "";
   $("error").hidden = !shown;
 }
 
-// End a turn: what has arrived is shown, whatever a column is waiting for.
+// End a turn: show all that has arrived, even if a column waits for another one.
 function settle(turn, stopped) {
   const ended = turn.columns.map((column) => column.ended);
   for (const column of turn.columns) column.ended = true;
@@ -192,7 +192,7 @@ async function send(words) {
   }
   settle(turn, stopped);
   if (stopped && !turn.content) {
-    // Nothing came: the message goes back to where it can be sent again.
+    // Nothing arrived: put the message back so that it can be sent again.
     turns.splice(-2);
     if (!$("words").value) $("words").value = words;
   }
@@ -204,7 +204,7 @@ async function send(words) {
     : `The reply has ended. ${both ? sentence(turn) : ""}`;
 }
 
-// Take the last message back into the field, or leave it as it is.
+// Put the last message back into the field for editing, or cancel that.
 function edit(on) {
   if (on === editing) return;
   editing = on;

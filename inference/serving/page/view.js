@@ -1,4 +1,4 @@
-// How turns are drawn.
+// Drawing of turns.
 
 import { compared, speed, tau, textOf } from "./columns.js";
 import { button, element } from "./elements.js";
@@ -68,7 +68,7 @@ function figures(column) {
   return line;
 }
 
-// How far a column is: on its way to the limit, until the other one has ended, whose text is the same.
+// Progress of a column: towards the limit, or, once the other has ended, towards its equal text.
 function progress(column, columns, limit) {
   const ended = columns.find((one) => one.finish);
   const bar = element("progress");
@@ -83,7 +83,7 @@ function text(column, markdown) {
     try {
       nodes = formatted(column.pieces);
     } catch {
-      // The parser gives up on deep nesting: the reply is shown as it was written.
+      // The parser fails on deep nesting: show the reply as it was written.
     }
   }
   const made = element("div", nodes ? "text markdown" : "text written");
@@ -92,7 +92,7 @@ function text(column, markdown) {
   return made;
 }
 
-// One sentence on how the two replies of a comparison compare.
+// Sentence on the difference of the two replies.
 export function sentence(turn) {
   const { same, at, drafted, plain, ratio } = compared(turn.columns);
   const times = Number.isFinite(ratio) ? `${ratio.toFixed(2)}x the speed of plain decoding` : "";

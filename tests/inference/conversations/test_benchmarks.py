@@ -20,8 +20,7 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.base.settings import RowSource, TargetConfig
 from draftsmith.inference.conversations.prompts import words_or_rows
 from draftsmith.inference.conversations.sources import BENCHMARKS, RAW, benchmark_of
-from draftsmith.inference.evaluation.checks import check, prompts_of
-from draftsmith.inference.evaluation.evaluate import facts_of
+from draftsmith.inference.evaluation.evaluate import check, facts_of, prompts_of
 from draftsmith.inference.evaluation.options import EvaluateOptions
 from draftsmith.inference.targets.target import Target
 from tests.conftest import QUICKSTART

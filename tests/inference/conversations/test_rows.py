@@ -116,11 +116,11 @@ JSON = st.recursive(
         ),
         (
             {"request": {"messages": SAID}, "response": {"body": {}}},
-            r"response.body: there is no choices\[0\].message",
+            r"response.body: choices\[0\].message is missing",
         ),
         (
             {"conversations": [{"from": "x", "value": "y"}]},
-            r"conversations\[0\].from is 'x', which is none of human, .* rename it",
+            r"conversations\[0\].from is 'x', not one of human, .* rename it",
         ),
         ({"prompt": ["a", *SAID]}, r"prompt\[0\] must be an object, not a text"),
         ({"prompt": "a", "completion": SAID}, "the reply to a text is a text"),

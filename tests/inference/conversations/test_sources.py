@@ -19,7 +19,7 @@ import pytest
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.base.settings import RowSource
 from draftsmith.inference.conversations.prompts import read_prompts
-from draftsmith.inference.conversations.rows import given_rows, write_rows
+from draftsmith.inference.conversations.rows import rows_in_memory, write_rows
 from draftsmith.inference.conversations.sources import rows_of
 from draftsmith.train.provenance import data_sets
 from tests.conftest import QUICKSTART, ROOT
@@ -274,7 +274,7 @@ def test_lists_and_data_sets_are_sources() -> None:
     table = datasets.Dataset.from_list(rows("a", "b"))
     split = datasets.DatasetDict({"train": table, "test": table.select([1])})
     for given in (rows("a", "b"), table, table.to_iterable_dataset()):
-        found = list(rows_of(given_rows(given, "data")))
+        found = list(rows_of(rows_in_memory(given, "data")))
         assert [name for name, _ in found] == ["data[0]", "data[1]"]
         assert [row["prompt"] for _, row in found] == ["a", "b"]
     for wrong, says in (
@@ -283,7 +283,7 @@ def test_lists_and_data_sets_are_sources() -> None:
         (3, "not int"),
     ):
         with pytest.raises(UserError, match=says):
-            given_rows(wrong, "data")
+            rows_in_memory(wrong, "data")
 
 
 def test_rows_are_written_the_same_each_time(tmp_path: Path) -> None:
@@ -295,23 +295,23 @@ def test_rows_are_written_the_same_each_time(tmp_path: Path) -> None:
         {"prompt": "é", "n": np.arange(2), "time": datetime.date(2026, 1, 2), "x": float("nan")}
     ]
     file = tmp_path / "rows.jsonl"
-    write_rows(given_rows(given, "data"), file)
+    write_rows(rows_in_memory(given, "data"), file)
     os.utime(file, ns=(5, 5))
-    write_rows(given_rows(given, "data"), file)
+    write_rows(rows_in_memory(given, "data"), file)
     assert file.stat().st_mtime_ns == 5
     row = {"prompt": "é", "n": [0, 1], "time": "2026-01-02", "x": None}
     assert [one for _, one in rows_of(str(file))] == [row]
     with pytest.raises(UserError, match=r"data\[1\] holds more than"):
-        write_rows(given_rows([given[0], {"a": object()}], "data"), file)
+        write_rows(rows_in_memory([given[0], {"a": object()}], "data"), file)
     assert [one for _, one in rows_of(str(file))] == [row]
 
 
 def test_texts_are_what_a_user_says(quickstart: Any) -> None:
     tokenizer, name = quickstart.tokenizer, quickstart.name
     asked = [{"messages": [{"role": "user", "content": "def f():"}]}, {"text": "def f():"}]
-    chat, plain = read_prompts(given_rows(asked, "prompts"), tokenizer, name)
+    chat, plain = read_prompts(rows_in_memory(asked, "prompts"), tokenizer, name)
     without = copy.deepcopy(tokenizer)
     without.chat_template = None
     for one, expected in ((tokenizer, chat), (without, plain)):
-        (found,) = read_prompts(given_rows(["def f():"], "prompts"), one, name)
+        (found,) = read_prompts(rows_in_memory(["def f():"], "prompts"), one, name)
         assert found.token_ids == expected.token_ids and found.id == "prompts[0]"

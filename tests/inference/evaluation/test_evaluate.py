@@ -13,7 +13,7 @@ import pytest
 
 from draftsmith.command_line.parse import options_from
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.base.console import Progress
+from draftsmith.inference.base.console import ProgressReporter
 from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.conversations.prompts import next_turn, read_prompts
 from draftsmith.inference.evaluation import evaluate
@@ -71,10 +71,10 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pa
 def test_one_bar_counts_the_prompts_of_all_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bars: list[Progress] = []
+    bars: list[ProgressReporter] = []
     said: list[str] = []
 
-    class Bar(Progress):
+    class Bar(ProgressReporter):
         def __init__(self, *given: Any, **more: Any) -> None:
             super().__init__(*given, **more)
             bars.append(self)
@@ -83,7 +83,7 @@ def test_one_bar_counts_the_prompts_of_all_settings(
             super().now(detail)
             said.append(self.line(self._began + 10))
 
-    monkeypatch.setattr(evaluate, "Progress", Bar)
+    monkeypatch.setattr(evaluate, "ProgressReporter", Bar)
     (tmp_path / "p.jsonl").write_text('{"prompt": "def add(a, b):"}\n' * 2)
     evaluate.run(
         Options(

@@ -120,9 +120,9 @@ def test_killed_evaluation_resumes_from_its_journal(tmp_path: Path) -> None:
     killed_when(CLI, [*shared, *sweep], journal, 1 + 6 + 3)
     assert not out.exists(), "a report is whole or absent"
     done = run_cli(*shared, *sweep)
-    assert (
-        done.returncode == 0 and "going on with an evaluation that was interrupted" in done.stderr
-    ), done.stderr
+    assert done.returncode == 0 and "resuming an evaluation that was interrupted" in done.stderr, (
+        done.stderr
+    )
     assert not journal.exists()
     resumed = json.loads(out.read_text())
     whole = run_cli(*shared, *sweep[:-1], str(tmp_path / "whole.json"))
@@ -150,7 +150,7 @@ def test_killed_tuning_resumes_from_its_journal(tmp_path: Path) -> None:
     killed_when(CLI, [*shared, *small, "--out", str(out)], journal, 1 + 1)
     _, first = json.loads(journal.read_text().splitlines()[1])
     done = run_cli(*shared, *small, "--out", str(out))
-    assert done.returncode == 0 and "going on with a tuning that was interrupted" in done.stderr, (
+    assert done.returncode == 0 and "resuming a tuning that was interrupted" in done.stderr, (
         done.stderr
     )
     profile = json.loads(out.read_text())

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.evaluation.remarks import fastest
+from draftsmith.inference.evaluation.figure_text import fastest
+from draftsmith.inference.evaluation.report.command import Options, gather, html, markdown, run
 from draftsmith.inference.evaluation.report.page import looks_of, training
-from draftsmith.inference.evaluation.report.report import Options, gather, html, markdown, run
-from draftsmith.inference.evaluation.tables import Table, served, size
+from draftsmith.inference.evaluation.tables import FigureTable, server_table, size
 from draftsmith.inference.evaluation.training_log import Training, trainings
 from tests.conftest import ROOT
 from tests.helpers.command_line import run_cli
@@ -49,8 +49,8 @@ def test_a_server_has_its_table(tmp_path: Path) -> None:
         "url": "http://127.0.0.1:1",
         "settings": [setting],
     }
-    table = served(typed(made() | {"server": server}))
-    assert table is not None and served(typed(made())) is None
+    table = server_table(typed(made() | {"server": server}))
+    assert table is not None and server_table(typed(made())) is None
     cells = [
         "T = 0, 8 at once",
         "2.75",
@@ -194,7 +194,7 @@ def test_no_text_of_a_report_breaks_out_of_its_place(tmp_path: Path) -> None:
     shown = markdown(gather([str(tmp_path / "made.json")]))
     assert (
         "\n|" in shown
-        and Table("t", ["a", "b"], [["x|y\nz", "1"]]).markdown().splitlines()[-1]
+        and FigureTable("t", ["a", "b"], [["x|y\nz", "1"]]).markdown().splitlines()[-1]
         == "| x\\|y z | 1 |"
     )
 

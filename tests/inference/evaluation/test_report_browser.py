@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.inference.evaluation.report.report import Options, run
+from draftsmith.inference.evaluation.report.command import Options, run
 from tests.conftest import ROOT
 from tests.helpers.browser import chromium
 from tests.helpers.reports import EVIL, made, sample, write_inputs

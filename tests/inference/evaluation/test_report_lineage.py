@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from draftsmith.inference.evaluation.compare import compared
+from draftsmith.inference.evaluation.report.command import gather, html, markdown
 from draftsmith.inference.evaluation.report.lineage import parts_of_page
-from draftsmith.inference.evaluation.report.report import gather, html, markdown
 from draftsmith.inference.evaluation.results import read_report
 from tests.helpers.reports import Seen, answered, made
 

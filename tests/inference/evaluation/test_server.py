@@ -25,8 +25,8 @@ from draftsmith.inference.evaluation.server_client import PROTOCOLS
 from draftsmith.inference.evaluation.server_counters import (
     Counters,
     ServerReply,
-    of_replies,
     read_counters,
+    speculation_from_replies,
 )
 from draftsmith.inference.targets.target import load_target
 from tests.helpers.command_line import run_cli
@@ -154,8 +154,8 @@ def test_server_api_key_is_required_and_sent(
 ) -> None:
     url, _ = serve(key="secret")
     for key, why in (
-        (None, "another API key, or one at all; set DRAFTSMITH_SERVER_KEY"),
-        ("wrong", "another API key"),
+        (None, "requires a valid API key; set DRAFTSMITH_SERVER_KEY"),
+        ("wrong", "requires a valid API key"),
         ("a\nb", "characters that cannot be sent"),
     ):
         if key is not None:
@@ -212,16 +212,18 @@ def replies_of(*metas: dict[str, Any], tokens: int) -> list[ServerReply]:
 def test_old_and_new_sglang_fields_are_read() -> None:
     old = replies_of({"completion_tokens": 10, "spec_verify_ct": 4}, tokens=10)
     old += replies_of({"completion_tokens": 1}, tokens=1)
-    found = of_replies(PROTOCOLS["sglang"], old, True)
+    found = speculation_from_replies(PROTOCOLS["sglang"], old, True)
     assert (
         found.tau_incl_bonus == pytest.approx(9 / 4)
         and found.accepted is None
         and "prefill" in found.tau_definition
     )
     new = {"spec_verify_ct": 4, "spec_num_correct_drafts": 5, "spec_num_proposed_drafts": 12}
-    found = of_replies(PROTOCOLS["sglang"], replies_of(new, tokens=10), True)
+    found = speculation_from_replies(PROTOCOLS["sglang"], replies_of(new, tokens=10), True)
     assert found.tau_incl_bonus == pytest.approx(9 / 4) and found.drafted == 12
-    silent = of_replies(PROTOCOLS["sglang"], replies_of({"completion_tokens": 10}, tokens=10), True)
+    silent = speculation_from_replies(
+        PROTOCOLS["sglang"], replies_of({"completion_tokens": 10}, tokens=10), True
+    )
     assert silent.tau_incl_bonus is None and "no spec_verify_ct" in silent.warnings[0]
 
 
@@ -350,7 +352,7 @@ def test_unreachable_server_is_refused_in_one_line(saved_tiny: Path, prompts: Pa
     shared = ["--target", str(saved_tiny), "--prompts", str(prompts), "--json", str(out)]
     for url, why in (
         ("http://127.0.0.1:9", "does not answer"),
-        ("127.0.0.1:8000", "is no address of a server"),
+        ("127.0.0.1:8000", "is not the URL of a server"),
     ):
         done = run_cli("evaluate", "--server", url, *shared)
         *_, last = done.stderr.splitlines()  # before it: that these prompts are plain text

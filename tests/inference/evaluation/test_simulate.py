@@ -23,10 +23,10 @@ from draftsmith.inference.base.costs import (
     best_length,
     break_even,
     chain_tokens,
+    extend_acceptances,
     gpu_named,
     pass_cost,
     speedup,
-    stretched,
     tree_tokens,
 )
 from draftsmith.inference.evaluation.simulate import (
@@ -75,7 +75,7 @@ def test_constant_acceptance_matches_the_closed_form(acceptance: float, length: 
 @given(st.lists(CHANCE, min_size=1, max_size=8))
 def test_tokens_are_one_more_than_the_sum_of_survival(acceptances: list[float]) -> None:
     assert chain_tokens(acceptances) == pytest.approx(1 + sum(accumulate(acceptances, mul)))
-    assert stretched(acceptances, len(acceptances) + 2) == [
+    assert extend_acceptances(acceptances, len(acceptances) + 2) == [
         *acceptances,
         acceptances[-1],
         acceptances[-1],

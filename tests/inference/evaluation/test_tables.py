@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from draftsmith.inference.base.console import Console
-from draftsmith.inference.evaluation.remarks import busy, of_setting
-from draftsmith.inference.evaluation.report.report import Found, html, markdown
+from draftsmith.inference.base.console import OutputConsole
+from draftsmith.inference.evaluation.figure_text import busy, of_setting
+from draftsmith.inference.evaluation.report.command import ReportInputs, html, markdown
 from draftsmith.inference.evaluation.results import (
     NAN,
     CategoryFigures,
@@ -51,7 +51,7 @@ def report_of(name: str = "eagle3") -> Report:
 
 
 def shown(report: Report, width: int) -> list[str]:
-    console = Console(width=width, file=io.StringIO())
+    console = OutputConsole(width=width, file=io.StringIO())
     show(report, console)
     assert isinstance(console.file, io.StringIO)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
@@ -135,7 +135,7 @@ def test_warnings_name_their_setting() -> None:
 def test_a_name_is_whole_where_there_is_space() -> None:
     name = "a-drafter-of-37-characters-with-words"
     out = io.StringIO()
-    show(report_of(name), Console(file=out, width=140))
+    show(report_of(name), OutputConsole(file=out, width=140))
     assert re.search(rf"\* {name} +1.50x", out.getvalue()), "its speed-up stands in the same line"
 
 
@@ -154,8 +154,8 @@ def test_the_headline_says_what_drafts_what_loses_and_how_busy_the_machine_was()
     report.conditions.load_after = 6.2
     line = "4 prompts; the machine was busy (load 6.2 on 2 cores): read tau, not speed"
     assert shown(report, 120)[0] == line
-    page = html(Found([("r.json", report)], [])).decode()
-    text = markdown(Found([("r.json", report)], []))
+    page = html(ReportInputs([("r.json", report)], [])).decode()
+    text = markdown(ReportInputs([("r.json", report)], []))
     for document in (page, text):
         assert line in document and f"{lost}ngram (0.60x), eagle3 (0.70x)" in document
 

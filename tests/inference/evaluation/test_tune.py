@@ -247,15 +247,15 @@ def test_halves_have_prompts_of_all_kinds_and_whole_conversations() -> None:
 
 def measured_gain(rng: numpy.random.Generator, truth: float, level: float) -> Gain:
     """The gain of a way that is `truth` times as fast, on twelve prompts that suit it or not."""
-    turns, beside = [], []
+    turns, other = [], []
     for place in range(12):
         seconds = math.exp(rng.normal(0, 0.5))
         rounds = [Round(tokens=[1] * 40)]
         own = seconds / truth * math.exp(rng.normal(0, 0.1))
-        beside.append(Generation([], [], rounds, decode_s=seconds))
         prompt = Prompt("", [], place=place, unit=place)
+        other.append(Turn(prompt, 0, Generation([], [], rounds, decode_s=seconds)))
         turns.append(Turn(prompt, 0, Generation([], [], rounds, decode_s=own)))
-    return gain(turns, beside, 1, level)
+    return gain(turns, other, 1, level)
 
 
 def choices(truth: float, count: int) -> list[Choice]:

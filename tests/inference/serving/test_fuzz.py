@@ -26,10 +26,10 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
-from draftsmith.inference.serving.protocol import ChatRequest, Common, CompletionRequest
+from draftsmith.inference.serving.protocol import ChatRequest, CompletionRequest, RequestFields
 from tests.inference.serving.conftest import Running, started
 
-POSTED: dict[str, type[Common]] = {
+POSTED: dict[str, type[RequestFields]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
 }

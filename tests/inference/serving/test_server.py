@@ -221,11 +221,11 @@ def test_a_client_that_leaves_before_a_whole_reply_ends_it(server: Running) -> N
 
 VALUE, UNSUPPORTED, LONG = "invalid_value", "unsupported_parameter", "context_length_exceeded"
 REFUSED = [
-    ({"model": "other"}, "there is no model 'other'; there are: target, target:", "model", ""),
+    ({"model": "other"}, "unknown model 'other'; there are: target, target:", "model", ""),
     ({"model": "target:egle3"}, "there are: target, target:eagle3", "model", ""),
     (
         {"temprature": 1},
-        "there is an unknown field `temprature`",
+        "it has an unknown field `temprature`",
         "temprature",
         "unknown_parameter",
     ),
@@ -237,7 +237,12 @@ REFUSED = [
     ({"tools": [{"type": "function"}]}, "tools is not supported here", "tools", UNSUPPORTED),
     ({"logprobs": True}, "logprobs is not supported here", "logprobs", UNSUPPORTED),
     ({"response_format": {"type": "x"}}, "is not supported", "response_format", UNSUPPORTED),
-    ({"messages": None}, "has to be a field `messages`", "messages", "missing_required_parameter"),
+    (
+        {"messages": None},
+        "lacks the required field `messages`",
+        "messages",
+        "missing_required_parameter",
+    ),
     ({"messages": []}, "$.messages", "messages", VALUE),
     (
         {"messages": [{"role": "user"}]},
@@ -269,7 +274,7 @@ REFUSED = [
     ({"max_tokens": 0}, "$.max_tokens", "max_tokens", VALUE),
     (
         {"chat_template_kwargs": {"chat_template": "x"}},
-        "chat_template_kwargs: chat_template is no variable of a chat template",
+        "chat_template_kwargs: chat_template is not a variable of a chat template",
         "chat_template_kwargs",
         VALUE,
     ),
@@ -301,7 +306,7 @@ def test_answers_name_no_file_of_this_machine(server: Running) -> None:
     answer = httpx.post(f"{server.address}/v1/completions", json={"prompt": [10**9]})
     error = answer.json()["error"]
     assert error["message"] == (
-        "a prompt holds something that is no token id of target (0 to 2047)"
+        "a prompt contains a number that is not a token id of target (0 to 2047)"
     ), error
     assert error["param"] == "prompt"
 
@@ -477,7 +482,7 @@ def test_a_stop_ends_what_is_decoded_with_an_answer() -> None:
     """The server listens everywhere here, of which it warns where there is no key."""
     said: list[str] = []
     process, address = started("--host", "0.0.0.0", said=said)
-    assert "everybody who reaches this machine" in said[0], said
+    assert "everyone who can reach this machine" in said[0], said
     assert address.startswith("http://127.0.0.1:")
     body = chat("def f():", max_tokens=900) | {"ignore_eos": True}
     with ThreadPoolExecutor(1) as clients:

@@ -13,7 +13,7 @@ from draftsmith.commands.cli import main
 from draftsmith.commands.doctor import Run, ShownSequence
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.base.settings import TargetConfig
-from draftsmith.inference.conversations.rows import Notes
+from draftsmith.inference.conversations.rows import SourceNotes
 from draftsmith.inference.targets.target import Target, load_target
 from draftsmith.train.data.config import Data, Source
 from draftsmith.train.data.tables import build
@@ -88,7 +88,7 @@ def test_doctor_and_the_run_refuse_the_same(tmp_path: Path, quickstart: Target) 
     refused = 0
     for row in rows:
         path = write(tmp_path / "rows.jsonl", [row])
-        found = doctor.check_row("rows.jsonl:1", row, quickstart, {}, Notes())
+        found = doctor.check_row("rows.jsonl:1", row, quickstart, {}, SourceNotes())
         with pytest.raises(UserError) as error:
             # One row leaves nothing to hold out, which is another error.
             build(Data([Source(path)], max_lost_share=1), quickstart, 0)

@@ -24,7 +24,7 @@ from draftsmith.commands.options import GenerateOptions
 from draftsmith.inference.api import Decoder, Reply, Transcript
 from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.decode import Request, Round
-from draftsmith.inference.evaluation import remarks
+from draftsmith.inference.evaluation import figure_text
 from draftsmith.inference.proposers.ngram import NgramLookup
 from draftsmith.inference.targets.target import Target
 from tests.conftest import QUICKSTART
@@ -68,7 +68,7 @@ def test_rows_are_those_that_evaluate_reads(
     path.write_text('{"prompt": "a"}\n{"prompt"}\n')
     expect(quick(capsys, "generate", *BASE, "--prompts", str(path)), "p.jsonl:2: not valid JSON")
     for lines, says in (
-        (b'{"a": 1}\n', "standard input:1: none of messages, "),
+        (b'{"a": 1}\n', "standard input:1: none of the keys messages, "),
         (b"\xff\n", "standard input:1 is not UTF-8"),
     ):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines)))
@@ -134,7 +134,7 @@ def test_comparison_reports_first_difference_and_slower_drafter(
     replies = [stream(decoder, request, options, io.StringIO()) for _ in range(2)]
     plain, drafted = replies
     plain.decode_s, drafted.decode_s = 1.0, 1.1
-    monkeypatch.setattr(remarks, "load", lambda: 500.0)
+    monkeypatch.setattr(figure_text, "load", lambda: 500.0)
     compare(decoder, request, options, plain, drafted)
     said = capsys.readouterr().err.splitlines()
     assert said[0].endswith("; the same text")

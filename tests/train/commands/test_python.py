@@ -19,7 +19,7 @@ import draftsmith
 from draftsmith.command_line.parse import options_from, parse
 from draftsmith.commands import python as functions
 from draftsmith.commands.options import ExportOptions, ExtractOptions
-from draftsmith.inference.conversations.rows import given_rows, write_rows
+from draftsmith.inference.conversations.rows import rows_in_memory, write_rows
 from draftsmith.inference.evaluation.intervals import tau_interval
 from draftsmith.inference.evaluation.options import EvaluateOptions
 from draftsmith.train import evaluation
@@ -315,5 +315,5 @@ def test_train_has_the_signature_and_the_docstring_of_its_function() -> None:
 def test_a_data_set_is_written_as_the_list_of_its_rows(tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": words}]} for words in ("a", "b")]
     for name, data in (("list", rows), ("table", datasets.Dataset.from_list(rows))):
-        write_rows(given_rows(data, "data"), tmp_path / name)
+        write_rows(rows_in_memory(data, "data"), tmp_path / name)
     assert (tmp_path / "list").read_bytes() == (tmp_path / "table").read_bytes()

@@ -12,7 +12,7 @@ import pytest
 
 from draftsmith.inference.conversations.formats import conversation_of
 from draftsmith.inference.conversations.messages import RowError
-from draftsmith.inference.conversations.rows import Notes
+from draftsmith.inference.conversations.rows import SourceNotes
 from draftsmith.inference.conversations.sources import rows_of
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.data.templates import Encoded, encode
@@ -33,12 +33,12 @@ QWEN25 = tokenizer_with(files()["qwen2_5"].read_text(), CHATML, "<|im_end|>")
 QWEN3 = tokenizer_with(files()["qwen3"].read_text(), CHATML, "<|im_end|>")
 
 
-def encoded(row: Any, tokenizer: Any = QWEN25, notes: Notes | None = None) -> list[Encoded]:
+def encoded(row: Any, tokenizer: Any = QWEN25, notes: SourceNotes | None = None) -> list[Encoded]:
     ends = frozenset({tokenizer.eos_token_id})
     return encode(conversation_of(row), tokenizer, ends, "x", {}, notes)
 
 
-def shown(row: Any, tokenizer: Any = QWEN25, notes: Notes | None = None) -> str:
+def shown(row: Any, tokenizer: Any = QWEN25, notes: SourceNotes | None = None) -> str:
     """The row as training sees it, with [[ ]] around what is learned, without line breaks."""
     parts = []
     for part in encoded(row, tokenizer, notes):
@@ -76,7 +76,7 @@ def test_a_row_that_is_not_to_be_learned_is_not(key: str) -> None:
 
 
 def test_keys_that_nothing_reads_are_named_once() -> None:
-    notes = Notes()
+    notes = SourceNotes()
     for _ in range(2):
         shown(
             {
@@ -92,7 +92,7 @@ def test_keys_that_nothing_reads_are_named_once() -> None:
 
 
 def test_reasoning_that_history_leaves_out_is_noted_once() -> None:
-    notes = Notes()
+    notes = SourceNotes()
     row = {"messages": [USER, {**REPLY, "reasoning": "why"}, USER, {**REPLY, "reasoning": "how"}]}
     first, second = shown(row, QWEN3, notes).split(" ## ")
     assert first.endswith("[[<think>why</think>two<|im_end|>]]") and "why" not in second
@@ -243,7 +243,7 @@ def test_a_text_that_is_rendered_already_is_refused_unless_it_is_a_prompt() -> N
 def test_special_tokens_in_unrecognised_plain_text_are_noted() -> None:
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<e>{% endfor %}"
     tokenizer = tokenizer_with(template, ["<p>", "<e>"], "<e>")
-    notes = Notes()
+    notes = SourceNotes()
     encoded({"text": "user: a<e>assistant: b<e>"}, tokenizer, notes)
     assert "holds special tokens" in notes.lines()[0]
 

@@ -1,4 +1,4 @@
-"""The command `draftsmith report`: evaluations and training runs as one self-contained page.
+"""`draftsmith report`: evaluations and training runs as one self-contained page.
 
 Its inputs are JSON reports of `draftsmith evaluate` and the logs of training runs.
 """
@@ -14,13 +14,13 @@ from pathlib import Path
 from ....heads.errors import UserError
 from ....heads.files import JsonObject, read_json, whole_file
 from ...base.output_paths import check_output
+from ..figure_text import headline
 from ..options import ReportOptions as Options
-from ..remarks import headline
 from ..results import Report, read_report
-from ..tables import categories, served, summary
+from ..tables import categories, server_table, summary
 from ..training_log import METRICS_FILE, Training, read_metrics, trainings
 from . import page
-from .lineage import Named, Part, before_after, compare_table, parts_of_page
+from .lineage import NamedReport, PagePart, before_after, compare_table, parts_of_page
 from .page import Block, heading
 
 HTML_FILE = "report.html"
@@ -28,10 +28,10 @@ ENDINGS = {".html": "html", ".htm": "html", ".md": "md", ".markdown": "md"}
 
 
 @dataclass
-class Found:
+class ReportInputs:
     """Reports and training runs that the named files and folders hold."""
 
-    reports: list[Named]
+    reports: list[NamedReport]
     trainings: list[Training]
 
 
@@ -48,7 +48,7 @@ def run(options: Options) -> None:
     found = gather(options.runs)
     out = options.out or (HTML_FILE if options.format != "md" else None)
     if out is not None:
-        # Writing would replace an input with the page made of it.
+        # The page must not replace one of its inputs.
         place = Path(out).resolve()
         overwritten = [path for path, _ in found.reports if Path(path).resolve() == place]
         if overwritten or Path(out).is_dir():
@@ -78,7 +78,7 @@ def format_of(options: Options) -> str:
     return options.format or named or "html"
 
 
-def gather(paths: Sequence[str]) -> Found:
+def gather(paths: Sequence[str]) -> ReportInputs:
     """Return all reports and training runs that the paths name, each once.
 
     A path is a JSON report, the log or the folder of a training run, or a folder that holds JSON
@@ -94,14 +94,14 @@ def gather(paths: Sequence[str]) -> Found:
         elif path.is_dir() or path.is_file():
             folder = path if path.is_dir() else path.parent
             before = len(reports) + len(runs)
-            # A folder of which everything was named before adds nothing, and is no mistake.
+            # A folder that was named before adds nothing, which is not a mistake.
             known = any(folder.resolve() in (p, *p.parents) for p in (*reports, *runs))
             for log in [folder / METRICS_FILE, *sorted(folder.glob(f"*/{METRICS_FILE}"))]:
                 if log.is_file():
                     runs[log.parent.resolve()] = read_metrics(log)
             files = filter(is_report, sorted(folder.glob("*.json")))
             inside = [(str(file), read_report(str(file))) for file in files]
-            # Their names say nothing about which is before and which after.
+            # Their names do not tell their order.
             for name, report in sorted(inside, key=lambda entry: entry[1].started_at):
                 reports[Path(name).resolve()] = (name, report)
             if len(reports) + len(runs) == before and not known:
@@ -114,7 +114,7 @@ def gather(paths: Sequence[str]) -> Found:
                 f"{text} does not exist; name a JSON of draftsmith evaluate or a training run's "
                 "folder"
             )
-    return Found(list(reports.values()), _labelled(runs))
+    return ReportInputs(list(reports.values()), _labelled(runs))
 
 
 def _labelled(runs: dict[Path, list[JsonObject]]) -> list[Training]:
@@ -134,8 +134,8 @@ def _labelled(runs: dict[Path, list[JsonObject]]) -> list[Training]:
 def is_report(file: Path) -> bool:
     """Return true if a JSON file found in a folder is a report of `draftsmith evaluate`.
 
-    Folders hold other JSON files too, so one that is not a report, or cannot be read, is no error
-    unless the user has named it.
+    Folders hold other JSON files too, so one that is not a report, or cannot be read, is an error
+    only if the user has named it.
     """
     try:
         value = read_json(file, finite=False)
@@ -144,7 +144,7 @@ def is_report(file: Path) -> bool:
     return isinstance(value, dict) and {"settings", "prompt_set"} <= value.keys()
 
 
-def html(found: Found) -> bytes:
+def html(found: ReportInputs) -> bytes:
     """Return the page: its parts of one report or one lineage, then training runs."""
     parts = parts_of_page(found.reports)
     reports = [part.report for part in parts]
@@ -163,10 +163,10 @@ def html(found: Found) -> bytes:
     return page.html(title, blocks, page.looks_of(reports))
 
 
-def sections(part: Part, report: Report) -> list[tuple[str, list[Block]]]:
-    """Return headings and blocks of all sections in their order, also those without a block.
+def sections(part: PagePart, report: Report) -> list[tuple[str, list[Block]]]:
+    """Return headings and blocks of all sections in their order, empty ones included.
 
-    `report` is the one of the part, or all of its lineage in one.
+    `report` is that of the part, or its lineage merged into one.
     """
     conditions = []
     for label, (path, own) in zip(part.labels, part.reports, strict=True):
@@ -185,10 +185,10 @@ def sections(part: Part, report: Report) -> list[tuple[str, list[Block]]]:
     ]
 
 
-def markdown(found: Found) -> str:
+def markdown(found: ReportInputs) -> str:
     """Return the tables of all reports, lineages and training runs as Markdown.
 
-    They have their most important columns only, and many drafters share several tables.
+    Tables have their most important columns only; those of many drafters are split.
     """
     blocks = []
     for part in parts_of_page(found.reports):
@@ -200,7 +200,7 @@ def markdown(found: Found) -> str:
         whole = [
             compare_table(part),
             summary(report) if report.settings else None,
-            served(report),
+            server_table(report),
         ]
         tables = [table.of(table.few()) for table in whole if table is not None]
         for table in categories(report.settings):

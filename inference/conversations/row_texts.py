@@ -1,9 +1,8 @@
-"""What a row says, compared with what the chat template made of it.
+"""Texts of a row, and the search for each of them in what the chat template rendered.
 
-A template is a program: it may leave out a message of a role that it does not know, a call, or the
-tools, and raises nothing. So each text of a row is looked for in the rendering, once and in order,
-with white space and the template's own escaping aside. A row of which one is missing is refused by
-the name of its field.
+A template is a program: it may leave out a message of an unknown role, a call, or the tools without
+raising an error. So each text of a row is searched for in the rendering, once and in order, without
+regard to white space and the template's escaping. A missing text is an error that names its field.
 """
 
 from __future__ import annotations
@@ -26,89 +25,94 @@ Occurrences = Callable[[str, str, int], Iterator[Span]]
 
 
 @dataclass(frozen=True)
-class Said:
-    """A text that a row says."""
+class RowText:
+    """Text in a row."""
 
     field: str
     """Its name in the row, such as messages[0].content."""
     text: str
     scalar: bool = False
-    """True for a number or a truth value, which stands alone in the rendering."""
+    """True for a number or Boolean, which must not be part of a longer word."""
     exact: bool = False
-    """True for a text that has to be there as it is, such as arguments that are kept as a text."""
+    """True for a text that must appear verbatim, such as arguments that are given as text."""
 
 
 @dataclass
-class Texts:
-    """Texts that are looked for in order; those of one list inside it in any order."""
+class TextGroup:
+    """Texts to find in order; those of an inner list may come in any order."""
 
-    texts: list[Said | list[Said]] = field(default_factory=list)
+    texts: list[RowText | list[RowText]] = field(default_factory=list)
     reasoning: bool = False
 
 
 @dataclass
 class Passage:
-    """Part of a rendered text, from `start` on, in which each text of a row has a place."""
+    """Rendered text in which the texts of a row are located, from `start` on."""
 
     text: str
     start: int
     taken: list[Span] = field(default_factory=list)
 
-    def place(self, group: Texts, anywhere: bool = False) -> Said | None:
-        """Find the texts of a group after what was found before, or where nothing else is.
+    def place(self, group: TextGroup, anywhere: bool = False) -> RowText | None:
+        """Locate the texts of a group after those found before, or with `anywhere` between them.
 
-        Whole words come before parts of words, unless a later text is then missing. Returns the
-        first one that is missing, in which case none is placed; None if none is.
+        Whole words are preferred to parts of words, unless a later text is then missing. Returns
+        None, or the first missing text, in which case no text of the group is placed.
         """
         missed = self._place(group, anywhere, True)
         return None if missed is None else self._place(group, anywhere, False)
 
-    def _place(self, group: Texts, anywhere: bool, whole: bool) -> Said | None:
+    def _place(self, group: TextGroup, anywhere: bool, whole: bool) -> RowText | None:
         before, after = len(self.taken), self.start if anywhere else self.end
         for texts in group.texts:
             unordered = texts if isinstance(texts, list) else [texts]
-            # Most templates keep the order of arguments too: from the last one on nothing is taken.
+            # Most templates keep the order of arguments too. After the last one nothing is taken.
             first, last, here = after, after, len(self.taken)
-            for said in unordered:
+            for row_text in unordered:
                 taken = self.taken if anywhere else self.taken[here:]
                 span = None
                 for occurrences in (_occurrences, _loose_occurrences):
                     for begin in dict.fromkeys((last, first)):
-                        over = taken if anywhere or begin < last else []
-                        span = span or self._find(said, occurrences, begin, over, whole)
+                        blocked = taken if anywhere or begin < last else []
+                        span = span or self._find(row_text, occurrences, begin, blocked, whole)
                 if span is None:
                     del self.taken[before:]
-                    return said
+                    return row_text
                 self.taken.append(span)
                 last = max(last, span[1])
             after = last
         return None
 
     def _find(
-        self, said: Said, occurrences: Occurrences, after: int, taken: list[Span], whole: bool
+        self,
+        row_text: RowText,
+        occurrences: Occurrences,
+        after: int,
+        taken: list[Span],
+        whole: bool,
     ) -> Span | None:
-        """Return the first place of a text from `after` on that overlaps none that are `taken`."""
-        if occurrences is _loose_occurrences and (said.exact or said.scalar):
+        """Return the first place of a text from `after` on that overlaps no span in `taken`."""
+        if occurrences is _loose_occurrences and (row_text.exact or row_text.scalar):
             return None
-        for spelling in _spellings(said):
+        for spelling in _spellings(row_text):
             other = None
             for span in occurrences(self.text, spelling, after):
                 if any(span[0] < end and start < span[1] for start, end in taken):
                     continue
-                if not (whole or said.scalar) or _stands_alone(self.text, *span):
+                if not (whole or row_text.scalar) or _stands_alone(self.text, *span):
                     return span
                 other = other or span
-            if other is not None and not said.scalar:
+            if other is not None and not row_text.scalar:
                 return other
         return None
 
     @property
     def end(self) -> int:
-        """End of the last text that was found; `start` if there is none."""
+        """End of the last text that was found, else `start`."""
         return max((end for _, end in self.taken), default=self.start)
 
 
-def said_by(message: JsonObject, name: str, content_name: str) -> list[Texts]:
+def texts_of_message(message: JsonObject, name: str, content_name: str) -> list[TextGroup]:
     """Return the texts of a message in its normal form: reasoning, content and calls.
 
     `name` and `content_name` are the names of the message and of its content in the row.
@@ -117,49 +121,51 @@ def said_by(message: JsonObject, name: str, content_name: str) -> list[Texts]:
     key, reasoning = reasoning_of(message)
     content = message.get("content") or ""
     if reasoning:
-        groups.append(Texts([Said(f"{name}.{key}", reasoning)], reasoning=True))
+        groups.append(TextGroup([RowText(f"{name}.{key}", reasoning)], reasoning=True))
     elif message["role"] == "assistant" and isinstance(content, str):
         thought, content = split_reasoning(content)
         if thought.strip():
-            groups.append(Texts([Said(content_name, thought)], reasoning=True))
+            groups.append(TextGroup([RowText(content_name, thought)], reasoning=True))
     if isinstance(content, str):
-        texts = [Said(content_name, content)]
+        texts = [RowText(content_name, content)]
     else:
-        texts = [Said(f"{content_name}[{i}]", part["text"]) for i, part in enumerate(content)]
-    groups.append(Texts([said for said in texts if said.text.strip()]))
-    calls: list[Said | list[Said]] = []
+        texts = [RowText(f"{content_name}[{i}]", part["text"]) for i, part in enumerate(content)]
+    groups.append(TextGroup([row_text for row_text in texts if row_text.text.strip()]))
+    calls: list[RowText | list[RowText]] = []
     for number, call in enumerate(message.get("tool_calls") or ()):
         function, path = call["function"], f"{name}.tool_calls[{number}].function"
-        calls.append(Said(f"{path}.name", function["name"]))
+        calls.append(RowText(f"{path}.name", function["name"]))
         arguments, path = function["arguments"], f"{path}.arguments"
         kept = isinstance(arguments, str)
-        calls.append([Said(path, arguments, exact=True)] if kept else [*_leaves(arguments, path)])
-    groups.append(Texts(calls))
+        calls.append(
+            [RowText(path, arguments, exact=True)] if kept else [*_leaves(arguments, path)]
+        )
+    groups.append(TextGroup(calls))
     return [group for group in groups if group.texts]
 
 
-def said_by_tools(tools: list[JsonObject] | None) -> Texts:
+def texts_of_tools(tools: list[JsonObject] | None) -> TextGroup:
     """Return the names and descriptions of tools."""
-    texts: list[Said | list[Said]] = []
+    texts: list[RowText | list[RowText]] = []
     for number, tool in enumerate(tools or ()):
         function = tool["function"]
         texts.append(
             [
-                Said(f"tools[{number}].function.{key}", function[key])
+                RowText(f"tools[{number}].function.{key}", function[key])
                 for key in ("name", "description")
                 if isinstance(function.get(key), str) and function[key].strip()
             ]
         )
-    return Texts(texts)
+    return TextGroup(texts)
 
 
 def split_reasoning(content: str) -> tuple[str, str]:
     """Return the reasoning at the beginning of a reply's content, and the rest.
 
-    The reasoning of a reply that ends within it is all of the content.
+    If a reply ends within its reasoning, all of its content is reasoning.
     """
     head, ends, rest = content.partition(REASONING_ENDS)
-    # Whoever prompts with the first mark gets replies that have only the second.
+    # If the prompt contains the opening mark, the reply has only the closing one.
     if REASONING_BEGINS in head and not head.lstrip().startswith(REASONING_BEGINS):
         return "", content
     if not ends:
@@ -168,43 +174,43 @@ def split_reasoning(content: str) -> tuple[str, str]:
     return head.split(REASONING_BEGINS)[-1], rest
 
 
-def times(said: Said, text: str) -> int:
-    """Return how often a text has a place in a rendered text, in the spelling that is there."""
-    escaped = json.dumps(said.text.strip(), ensure_ascii=False)[1:-1]
-    return next(filter(None, map(text.count, (*_spellings(said), escaped))), 0)
+def count_occurrences(row_text: RowText, text: str) -> int:
+    """Return how often a text occurs in a rendered text, in the first spelling that occurs."""
+    escaped = json.dumps(row_text.text.strip(), ensure_ascii=False)[1:-1]
+    return next(filter(None, map(text.count, (*_spellings(row_text), escaped))), 0)
 
 
-def missing(said: Said) -> RowError:
-    """Return the refusal of a row of which the template leaves out a text."""
-    text = " ".join(said.text.split())
+def missing_text_error(row_text: RowText) -> RowError:
+    """Return the error for a text that the template leaves out."""
+    text = " ".join(row_text.text.split())
     shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}.."
-    return RowError(f"{said.field}: the chat template leaves out or changes {shown!r}")
+    return RowError(f"{row_text.field}: the chat template leaves out or changes {shown!r}")
 
 
-def _leaves(value: Any, path: str) -> Iterator[Said]:
+def _leaves(value: Any, path: str) -> Iterator[RowText]:
     """Yield the keys and values of a call's arguments."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if key.strip():
-                yield Said(f"{path}.{key}", key)
+                yield RowText(f"{path}.{key}", key)
             yield from _leaves(inner, f"{path}.{key}")
     elif isinstance(value, list):
         for number, inner in enumerate(value):
             yield from _leaves(inner, f"{path}[{number}]")
     elif isinstance(value, str):
         if value.strip():
-            yield Said(path, value)
+            yield RowText(path, value)
     elif value is not None:
-        yield Said(path, json.dumps(value), scalar=True)
+        yield RowText(path, json.dumps(value), scalar=True)
 
 
-def _spellings(said: Said) -> Iterator[str]:
-    """Yield the ways in which templates write a text: as it is, or as JSON in ASCII."""
-    text = said.text.strip()
+def _spellings(row_text: RowText) -> Iterator[str]:
+    """Yield the ways in which templates write a text: verbatim, or as JSON in ASCII."""
+    text = row_text.text.strip()
     yield text
-    if said.scalar:
+    if row_text.scalar:
         yield {"true": "True", "false": "False"}.get(text, text)
-    if said.scalar or said.exact:
+    if row_text.scalar or row_text.exact:
         return
     for other in (json.dumps(text)[1:-1], SWITCHES.sub("", text).strip()):
         if other and other != text:
@@ -219,23 +225,23 @@ def _occurrences(text: str, spelling: str, after: int) -> Iterator[Span]:
         found = text.find(spelling, found + 1)
 
 
-SPACE = r"(?:\s|\\[nrtf])+"  # itself, or escaped
+SPACE = r"(?:\s|\\[nrtf])+"  # literal or escaped
 ESCAPES = {
     "'": r"(?:\\?'|&#39;|&#x27;|&apos;)", '"': r'(?:\\?"|&quot;|&#34;)', "\\": r"\\{1,2}",
     "&": "&(?:amp;)?", "<": "(?:<|&lt;|\\\\u003c)", ">": "(?:>|&gt;|\\\\u003e)",
 }  # fmt: skip
-"""Ways in which JSON, Python, XML and templates of their own write a character."""
+"""Patterns of characters that JSON, Python, XML or templates escape."""
 
 
 def _loose_occurrences(text: str, spelling: str, after: int) -> Iterator[Span]:
-    """Yield the places of a spelling with any white space, and characters that are escaped."""
+    """Yield the places of a spelling with other white space or escaped characters."""
     words = ("".join(ESCAPES.get(c) or re.escape(c) for c in word) for word in spelling.split())
     for match in re.compile(SPACE.join(words)).finditer(text, after):
         yield match.span()
 
 
 def _stands_alone(text: str, start: int, end: int) -> bool:
-    """Return whether no letter or digit goes on over either border of a place."""
+    """Return True if a span neither begins nor ends within a word."""
     before = start > 0 and text[start - 1].isalnum() and text[start].isalnum()
     after = end < len(text) and text[end].isalnum() and text[end - 1].isalnum()
     return not (before or after)

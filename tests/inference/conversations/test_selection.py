@@ -9,8 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftsmith.inference.conversations.choice import Units, alternately, described, prompt_of
 from draftsmith.inference.conversations.formats import conversation_of
+from draftsmith.inference.conversations.selection import (
+    Units,
+    balanced_order,
+    describe_groups,
+    prompt_text,
+)
 
 
 def test_sources_take_turns_then_categories_then_units() -> None:
@@ -18,26 +23,29 @@ def test_sources_take_turns_then_categories_then_units() -> None:
     units = [40, 10, 30, 10, 20, 8, 7]
     # a/x in the order of its units, the second row of unit 10 last: 1, 2, 0, 3; alternating with
     # a/y: 1, 4, 2, 0, 3; b: 6, 5. By the hashes of their names b comes before a, and x before y.
-    assert alternately(groups, units) == [6, 1, 5, 4, 2, 0, 3]
-    assert described([groups[i] for i in alternately(groups, units)[:4]]) == "1 a/x, 1 a/y, 2 b"
+    assert balanced_order(groups, units) == [6, 1, 5, 4, 2, 0, 3]
+    assert (
+        describe_groups([groups[i] for i in balanced_order(groups, units)[:4]])
+        == "1 a/x, 1 a/y, 2 b"
+    )
 
 
 def test_any_group_may_be_drawn_if_groups_outnumber_rows() -> None:
     groups = [(f"cat{i:02d}",) for i in range(57)]
-    drawn = sorted(alternately(groups, list(range(57)))[:32])
+    drawn = sorted(balanced_order(groups, list(range(57)))[:32])
     assert drawn[:5] != list(range(5)) and any(i > 50 for i in drawn)
 
 
 def test_rows_are_drawn_evenly_from_three_large_sources() -> None:
     groups = [("chat", "")] * 1000 + [("code", "")] * 1000 + [("math", "")] * 1000
-    drawn = alternately(groups, list(range(3000)))[:32]
+    drawn = balanced_order(groups, list(range(3000)))[:32]
     assert Counter(groups[i][0] for i in drawn) == {"chat": 11, "code": 11, "math": 10}
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xy"), st.integers(0, 9))))
 def test_all_rows_are_drawn_once_and_evenly(rows: list[tuple[str, str, int]]) -> None:
     groups = [(source, category) for source, category, _ in rows]
-    order = alternately(groups, [unit for *_, unit in rows])
+    order = balanced_order(groups, [unit for *_, unit in rows])
     assert sorted(order) == list(range(len(rows)))
     left = Counter(source for source, _ in groups)
     taken: Counter[str] = Counter()
@@ -104,5 +112,5 @@ def test_prompt_includes_system_message_but_not_greeting() -> None:
     greeted = [{"role": "assistant", "content": "hello"}, *chat("q", "b")["messages"]]
     document = [{"role": "system", "content": "a document"}, *chat("q", "a")["messages"]]
     rows = [{"messages": greeted}, {"messages": document}, chat("q", "c")]
-    first, second, third = (prompt_of(conversation_of(row)) for row in rows)
+    first, second, third = (prompt_text(conversation_of(row)) for row in rows)
     assert first == third != second

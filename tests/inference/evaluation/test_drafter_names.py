@@ -10,7 +10,11 @@ import pytest
 
 from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.base.tree_settings import LOOKUP_SETTINGS
-from draftsmith.inference.evaluation.names import distinct_labels, distinct_names, short_name
+from draftsmith.inference.evaluation.drafter_names import (
+    distinct_labels,
+    distinct_names,
+    short_name,
+)
 from draftsmith.inference.profile import key_of
 from draftsmith.inference.proposers.registry import (
     MODEL_FOLDER,

@@ -1,7 +1,7 @@
 """Names of drafters in tables, reports and lists of models: short, and distinct from each other.
 
-A drafter is called as its setting `name` says; otherwise a trained one after its folder, with every
-setting that changes what is drafted: `eagle:length=3,nodes=4 + lookup`.
+A drafter's setting `name` is its name. Otherwise a trained drafter is named after its folder, with
+every setting that changes what is drafted: `eagle:length=3,nodes=4 + lookup`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from ..proposers.registry import UNTRAINED, Given, parse_spec
 PLAIN = "plain"
 """Name of decoding without a drafter."""
 BASELINES = ("ngram",)
-"""Drafters without training that `evaluate` measures beside those that a user names."""
+"""Drafters without training that `evaluate` measures in addition to those that a user names."""
 CHECKPOINT = re.compile(r"best|last|step-\d+|checkpoints")
-"""Folders within that of a training run, which say nothing of the drafter."""
+"""Folders within that of a training run, whose names do not identify the drafter."""
 SAYS_NOTHING = re.compile(r"drafter|draft|model|out|output|runs?")
-"""Names of folders that any drafter may have; such a drafter is called after its method."""
+"""Generic names of folders; such a drafter is named after its method."""
 HIDDEN = ("name", "dtype", "folder")
-"""Settings that do not change what is drafted, and the folder of a drafter of one's own. Names have
-them only where they distinguish."""
+"""Settings that do not change what is drafted, and the folder of a user's own drafter. A name has
+them only if it would not be distinct otherwise."""
 LOOKUP = " + lookup"
 """End of the name of a drafter whose drafts an n-gram lookup may replace."""
 
 
 def short_name(spec: str) -> str:
-    """Return a drafter's name if there is no other.
+    """Return the name of a drafter that is listed alone.
 
     `runs/eagle/best:length=3` is `eagle:length=3`, `runs/eagle/best:lookup=4` is `eagle + lookup`,
     `package.module:Mine` is `Mine`, and `..:name=mine` is `mine`.
@@ -51,8 +51,8 @@ def with_settings(
 ) -> str:
     """Return `name:key=value,... + lookup` with all settings that change what is drafted.
 
-    The numbers of a lookup are in it only if its length was given, or if one of them is among
-    `distinguishing`, as are `HIDDEN` settings.
+    The numbers of a lookup are included only if its length was given or if one of them is in
+    `distinguishing`, `HIDDEN` settings only in the latter case.
     """
     shown = [key for key in settings if key not in HIDDEN or key in distinguishing]
     own = [key for key in shown if key not in LOOKUP_SETTINGS]
@@ -73,7 +73,7 @@ def longer_names(drafter: str) -> Iterator[str]:
     """Yield names for a drafter without its settings, the shortest first.
 
     Those of a folder end with its whole path. Example: `/a/eagle/best` has eagle, eagle/best,
-    a/eagle and a/eagle/best. A folder whose own name says nothing has its method's name first.
+    a/eagle and a/eagle/best. For a folder with a generic name the method comes first.
     """
     if drafter in UNTRAINED:
         yield PLAIN if drafter == "none" else drafter
@@ -97,10 +97,10 @@ def longer_names(drafter: str) -> Iterator[str]:
 
 
 def method_of(folder: str) -> Iterator[str]:
-    """Yield the method of the drafter in a folder, if its files say one."""
+    """Yield the method of the drafter in a folder, if its files name one."""
     try:
         facts = read_json(Path(folder, OWN_FILE))
-    except UserError:  # a draft model's folder, or a damaged file, which loading explains
+    except UserError:  # a draft model's folder, or a damaged file, which loading reports
         return
     method = facts.get("method") if isinstance(facts, dict) else None
     if isinstance(method, str) and method.isidentifier() and method not in (PLAIN, *UNTRAINED):
@@ -110,8 +110,8 @@ def method_of(folder: str) -> Iterator[str]:
 def distinct_labels(specs: Iterable[str]) -> dict[str, str]:
     """Return the name of each spec among the others.
 
-    Drafters of equal names are distinguished by more of their paths, and by the settings in which
-    they differ. Only those that a user called alike, or that are alike, keep one name.
+    Drafters of equal names are distinguished by more of their paths and by the settings in which
+    they differ. Only identical drafters, and those that a user named alike, share a name.
     """
     labels = {spec: short_name(spec) for spec in specs}
     unnamed: dict[str, list[str]] = defaultdict(list)
@@ -120,12 +120,12 @@ def distinct_labels(specs: Iterable[str]) -> dict[str, str]:
         if "name" not in settings:
             unnamed[next(longer_names(drafter))].append(spec)
     for alike in unnamed.values():
-        labels |= told_apart(alike)
+        labels |= disambiguate(alike)
     return labels
 
 
-def told_apart(specs: Sequence[str]) -> dict[str, str]:
-    """Return the names of drafters that have the same one without their settings."""
+def disambiguate(specs: Sequence[str]) -> dict[str, str]:
+    """Return distinct names for drafters whose names without settings are equal."""
     parsed = {spec: parse_spec(spec) for spec in specs}
     drafters = {os.path.abspath(drafter): drafter for drafter, _ in parsed.values()}
     names: dict[str, str] = {}
@@ -151,8 +151,8 @@ def told_apart(specs: Sequence[str]) -> dict[str, str]:
 def distinct_names(ways: Sequence[object]) -> list[str]:
     """Return the names of ways to decode, in order.
 
-    A way that has a `given` is called after it, any other as its `name` says. The second of one
-    name ends in -2, and so on.
+    A way with a `given` is named after it, any other by its `name`. The second of one name ends in
+    -2, and so on.
     """
     given = [getattr(way, "given", None) or Given("") for way in ways]
     labels: dict[tuple[str, str], str] = {}

@@ -31,7 +31,7 @@ from .decode import Generation, Request, Round, decode, generate
 from .metrics import conditional, emitted_per_round, survival, tau, time_per_token
 from .profile import TuningProfile
 from .proposers.contract import Proposer
-from .proposers.own_drafters import checked_proposer, with_name
+from .proposers.own_drafters import checked_proposer
 from .proposers.registry import check_spec, load_proposer
 from .targets.target import Target, load_for_decoding, prepare_to_compile, target_of
 
@@ -466,7 +466,7 @@ def load(
         if profile is not None:
             tuned = TuningProfile(fspath(profile), loaded).setting(named, temperature, batch_size)
         named = load_proposer(named, loaded, log.warning, tuned, choose=True)
-    return Decoder(loaded, checked_proposer(with_name(named), type(named).__name__, loaded))
+    return Decoder(loaded, checked_proposer(named, loaded))
 
 
 def _loaded(target: Any, tokenizer: Any, options: dict[str, Any]) -> Target:

@@ -22,7 +22,7 @@ from ..base.settings import Rule, Sampling
 from ..conversations.prompts import Prompt, next_turn
 from ..decode import Generation, Request, generate
 from ..metrics import batch_seconds
-from ..proposers.contract import Given, Proposer
+from ..proposers.contract import DrafterSpec, Proposer
 from ..rounds.noise import row_keys
 from ..rounds.sampling import Draws
 from ..targets.masks import with_replies
@@ -66,10 +66,10 @@ class ChosenWay:
     make: Callable[[], Proposer]
     """Returns its proposer, set up for the batch that follows."""
     setting: JsonObject
-    spec: str = ""
+    drafter: str = ""
     """The drafter as it was named, for which the settings were chosen."""
-    given: Given | None = None
-    """Spec and suffix that it is called after; without them it is called by its `name`."""
+    spec: DrafterSpec | None = None
+    """Text and suffix that it is called after; without them it is called by its `name`."""
     rule: Rule | None = None
     """Acceptance rule at T > 0, in place of the sampling's."""
 

@@ -11,13 +11,15 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from ...heads.artifact import OWN_FILE
 from ...heads.errors import UserError
 from ...heads.files import read_json
 from ..base.tree_settings import LOOKUP_SETTINGS
+from ..proposers.contract import DrafterSpec
 from ..proposers.own_drafters import is_own, own_name
-from ..proposers.registry import UNTRAINED, Given, parse_spec
+from ..proposers.registry import UNTRAINED, parse_spec
 
 PLAIN = "plain"
 """Name of decoding without a drafter."""
@@ -148,22 +150,29 @@ def told_apart(specs: Sequence[str]) -> dict[str, str]:
     return labels
 
 
-def distinct_names(ways: Sequence[object]) -> list[str]:
+class NamedWay(Protocol):
+    """Way to decode: a `Proposer`, or one with chosen settings."""
+
+    name: str
+    spec: DrafterSpec | None
+
+
+def distinct_names(ways: Sequence[NamedWay]) -> list[str]:
     """Return the names of ways to decode, in order.
 
-    A way that has a `given` is called after it, any other as its `name` says. The second of one
+    A way that has a `spec` is called after it, any other as its `name` says. The second of one
     name ends in -2, and so on.
     """
-    given = [getattr(way, "given", None) or Given("") for way in ways]
+    given = [way.spec or DrafterSpec("") for way in ways]
     labels: dict[tuple[str, str], str] = {}
     for suffix in dict.fromkeys(each.suffix for each in given):
         # Ways with another suffix have other names already, and must not change these.
-        specs = [each.spec for each in given if each.suffix == suffix and each.spec]
+        specs = [each.text for each in given if each.suffix == suffix and each.text]
         for spec, label in distinct_labels(specs).items():
             labels[spec, suffix] = label + suffix
     names: list[str] = []
     for way, each in zip(ways, given, strict=True):
-        first = labels.get(each) or getattr(way, "name", "")
+        first = labels.get(each) or way.name
         name, number = first, 2
         while name in names:
             name, number = f"{first}-{number}", number + 1

@@ -14,6 +14,8 @@ hidden size, V vocabulary, S positions of a text.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
@@ -32,10 +34,11 @@ from .growth import Continue, Slots
 from .kind import Kind
 from .tree_plan import DEFAULT_TREE, tree_of
 
-KIND = Kind("dflash", tree=TREE_SETTINGS, own=("slots",), lookups=True)
+
+BlockDrafterT = TypeVar("BlockDrafterT", bound=DFlashDrafter)
 
 
-class DFlashProposer(FeatureProposer):
+class DFlashProposer(FeatureProposer[BlockDrafterT]):
     """Proposer of a DFlash drafter.
 
     Drafts of a block do not depend on each other. So a tree has the `nodes` likeliest paths, with
@@ -44,7 +47,7 @@ class DFlashProposer(FeatureProposer):
 
     def __init__(
         self,
-        drafter: DFlashDrafter,
+        drafter: BlockDrafterT,
         settings: TreeSettings = DEFAULT_TREE,
         slots: int | None = None,
     ) -> None:
@@ -131,7 +134,7 @@ class DFlashProposer(FeatureProposer):
         state = drafter.embed(root[:, None], size)
         for index in range(drafter.shape.num_layers):
             state = drafter.layer(index, state, rotary, attend)
-        # The first draft is about position a + 1. DFlash makes it in slot 1, and has no use for the
+        # The first draft is of position a + 1. DFlash makes it in slot 1, and has no use for the
         # output of the root's slot; DSpark makes it in slot 0.
         return state[:, drafter.first_slot :]
 
@@ -168,3 +171,6 @@ def slots_of(drafter: DFlashDrafter, slots: int | None) -> int:
             f"a block of this drafter has {most} slots, not {slots}; give a smaller number"
         )
     return slots
+
+
+KIND = Kind(make_proposer, tree=TREE_SETTINGS, own=("slots",), lookups=True)

@@ -19,16 +19,13 @@ from .growth import Continue, Level
 from .tree_plan import DEFAULT_TREE
 
 DEFAULT_WIDTH = 8
-KIND = replace(dflash.KIND, module="dspark")
 
 
-class DSparkProposer(DFlashProposer):
+class DSparkProposer(DFlashProposer[DSparkDrafter]):
     """Proposer of a DSpark drafter.
 
     Trees are EAGLE-2's, over the block's distributions with each node's own transition bias.
     """
-
-    drafter: DSparkDrafter
 
     def _logits(self, outputs: Tensor, root: Tensor, ids: Tensor | None) -> tuple[Tensor, Continue]:
         drafter = self.drafter
@@ -56,3 +53,6 @@ def make_proposer(
     if settings.width is None and tree.width is not None:
         tree = replace(tree, width=min(tree.width, DEFAULT_WIDTH))
     return DSparkProposer(artifact.drafter, tree, slots)
+
+
+KIND = replace(dflash.KIND, make=make_proposer)

@@ -32,10 +32,9 @@ from .kind import Kind
 from .tree_plan import DEFAULT_TREE
 
 DEFAULT_LENGTH, DEFAULT_WIDTH, DEFAULT_NODES = 5, 8, 25
-KIND = Kind("eagle", tree=TREE_SETTINGS, lookups=True)
 
 
-class EagleProposer(FeatureProposer):
+class EagleProposer(FeatureProposer[RecyclingDrafter]):
     """Proposer of an EAGLE drafter; it drafts a dynamic tree if not set otherwise."""
 
     def __init__(self, drafter: RecyclingDrafter, settings: TreeSettings = DEFAULT_TREE) -> None:
@@ -176,3 +175,6 @@ def make_proposer(artifact: Artifact, settings: TreeSettings = DEFAULT_TREE) -> 
         least = positive("length", settings.length)
         settings = settings.or_else(nodes=max(known.get("tree_nodes", DEFAULT_NODES), least))
     return EagleProposer(artifact.drafter, settings)
+
+
+KIND = Kind(make_proposer, tree=TREE_SETTINGS, lookups=True)

@@ -19,7 +19,6 @@ from ..base.detokenize import special_ids
 from ..base.settings import GREEDY, Sampling
 from ..decode import Request, Round, decode
 from ..proposers.contract import Proposer
-from ..proposers.registry import proposer_like
 from ..targets.target import Target
 from .counters import ServerCounters
 
@@ -228,7 +227,7 @@ class Engine:
         """
         settings = jobs[0].settings
         idle = self._idle[settings.drafter]  # proposers that are in use for no batch
-        proposer = idle.pop() if idle else proposer_like(self.proposers[settings.drafter])
+        proposer = idle.pop() if idle else self.proposers[settings.drafter].clone()
         loop = decode(
             self.target,
             proposer,

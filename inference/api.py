@@ -111,7 +111,7 @@ class Transcript:
     def __init__(
         self, reply: Reply, tokenizer: Any, stops: Sequence[str], hidden: Collection[int]
     ) -> None:
-        """Begin a reply, whose times are counted from now. Tokens in `hidden` are no text."""
+        """Begin a reply, whose times are counted from now. Tokens in `hidden` are left out of its text."""
         self.reply = reply
         self._text, self._hidden = StreamedText(tokenizer, stops), hidden
         self._started = time.perf_counter()
@@ -187,7 +187,7 @@ class Decoder:
 
     @cached_property
     def hidden(self) -> frozenset[int]:
-        """Tokens that are no text of a reply: end tokens, and the tokenizer's special tokens."""
+        """Tokens that are left out of the text of a reply: end tokens, and the tokenizer's special tokens."""
         return self.target.eos_ids | special_ids(self.target.tokenizer)
 
     @overload
@@ -228,7 +228,7 @@ class Decoder:
         With `samples` above 1 the result is a list: the samples of the first prompt, then those of
         the second. Words are put into the target's chat template if it has one, unless `raw`;
         `chat_template_kwargs` are its variables, such as enable_thinking. `stop` are stop strings;
-        with `ignore_eos` a reply goes on after an end token. `sampling` is what `Sampling` takes:
+        with `ignore_eos` a reply continues after an end token. `sampling` is what `Sampling` takes:
         temperature, top_k, top_p, min_p, repetition_penalty, seed, rule. The noise of a reply
         belongs to the seed, the prompt's index and the number of the sample, so the text does not
         depend on `batch_size`. The seed is 0 if none is given, so that a second call with the same
@@ -331,7 +331,7 @@ class Decoder:
             try:
                 conversation = conversation_of({"messages": list(given)})
             except RowError as error:
-                raise UserError(f"the prompt is no conversation: {error}") from error
+                raise UserError(f"the prompt is not a conversation: {error}") from error
         else:
             raise UserError(
                 "a prompt is words, token ids (of a tokenizer's output: the input_ids, without "
@@ -433,7 +433,7 @@ def load(
     >>> len(reply.token_ids) <= 24 and reply.tau >= 1
     True
 
-    The text is the target's own, whatever the drafter; at a temperature above 0 as well, since the
+    The text is the target's own with any drafter; at a temperature above 0 as well, since the
     noise belongs to the position and not to the drafter:
 
     >>> plain = load("scripts/quickstart/target", device="cpu")

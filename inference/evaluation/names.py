@@ -18,6 +18,7 @@ from ...heads.errors import UserError
 from ...heads.files import read_json
 from ..base.tree_settings import LOOKUP_SETTINGS
 from ..proposers.contract import DrafterSpec
+from ..proposers.kind import Settings
 from ..proposers.own_drafters import is_own, own_name
 from ..proposers.registry import UNTRAINED, parse_spec
 
@@ -48,9 +49,7 @@ def short_name(spec: str) -> str:
     return with_settings(next(longer_names(name)), settings)
 
 
-def with_settings(
-    name: str, settings: dict[str, object], distinguishing: Iterable[str] = ()
-) -> str:
+def with_settings(name: str, settings: Settings, distinguishing: Iterable[str] = ()) -> str:
     """Return `name:key=value,... + lookup` with all settings that change what is drafted.
 
     The numbers of a lookup are in it only if its length was given, or if one of them is among
@@ -66,7 +65,7 @@ def with_settings(
     return text
 
 
-def _listed(start: str, keys: Sequence[str], settings: dict[str, object]) -> str:
+def _listed(start: str, keys: Sequence[str], settings: Settings) -> str:
     """Return `start` and the settings `keys`; "" for none."""
     return start + ",".join(f"{key}={settings[key]}" for key in keys) if keys else ""
 

@@ -63,7 +63,7 @@ class FeatureProposer(CachedProposer[LayeredDrafterT]):
     """Proposer of a drafter that reads the target's features, and may have a draft vocabulary.
 
     What a round accepts is noted in `commit`, with the target's features, and run when the drafter
-    next drafts. So between rounds the cache holds the text alone, whatever was drafted.
+    next drafts. So between rounds the cache holds the text alone.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class FeatureProposer(CachedProposer[LayeredDrafterT]):
     def _columns(self, draws: Draws) -> Tensor | None:
         """Return the ids `[Vd]` of the draft vocabulary where drafts can be columns of it."""
         # A greedy choice needs no logits of tokens that are never drafted. Penalties, noise
-        # and a plan of somebody else's know tokens by their ids.
+        # and a plan of another class know tokens by their ids.
         greedy = draws.sampling.plain_greedy and isinstance(self.plan, TreePlan)
         return self._draft_vocab_ids if greedy else None
 

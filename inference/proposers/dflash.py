@@ -34,7 +34,6 @@ from .growth import Continue, Slots
 from .kind import Kind
 from .tree_plan import DEFAULT_TREE, tree_of
 
-
 BlockDrafterT = TypeVar("BlockDrafterT", bound=DFlashDrafter)
 
 

@@ -131,7 +131,7 @@ class DraftModelProposer(CachedProposer[PreTrainedModel]):
         The state is the last hidden state `[B, H]`, which predicts the drafts of depth 1.
         """
         # If one row lacks the token before the root, all rows run two tokens, so that one forward
-        # pass has one shape. A row that lacks nothing begins with the root, and whatever follows is
+        # pass has one shape. A row that lacks nothing begins with the root, and what follows is
         # seen by nothing and not committed.
         count = self._cache.width(self._next, 2)
         tokens, causal = root[:, None], None

@@ -108,7 +108,7 @@ class EagleProposer(FeatureProposer[RecyclingDrafter]):
         last_index = (counts.there - 1)[:, None]
         rows = torch.arange(len(tokens), device=tokens.device)
         # Output at each batch row's last position, as far as the chunks have come. The first chunk
-        # replaces these values, whatever they are.
+        # replaces these values.
         last = features[:, 0]
         for start in range(0, width, PREFILL_CHUNK):
             chunk = slice(start, min(start + PREFILL_CHUNK, width))
@@ -119,7 +119,7 @@ class EagleProposer(FeatureProposer[RecyclingDrafter]):
             outputs = self._run(tokens[:, chunk], features[:, chunk], causal, places, count)
             self._cache.commit_chunk(start, count, counts)
             # Batch rows that ended in an earlier chunk keep the output from there. In a row that
-            # goes on past this chunk the clamped index reads a value that a later chunk replaces.
+            # continues past this chunk the clamped index reads a value that a later chunk replaces.
             last = torch.where(
                 last_index < start,
                 last,

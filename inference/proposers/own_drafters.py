@@ -90,7 +90,7 @@ def make_own(name: str, settings: Settings, target: TargetSource) -> Proposer:
 
 
 def _said(error: Exception) -> str:
-    """Return an error of somebody else's code, and how to see where it was raised."""
+    """Return an error of a user's code, and how to see where it was raised."""
     return f"{type(error).__name__}: {first_line(error)} (--debug shows where)"
 
 
@@ -191,10 +191,10 @@ def reported(cls: type) -> Iterator[None]:
 
 def class_named(name: str) -> Callable[..., object]:
     """Return the class or function that `name` stands for. Raises `UserError`."""
+    path, _, attribute = name.partition(":")
     try:
         if os.getcwd() not in sys.path and "" not in sys.path:
             sys.path.append(os.getcwd())  # a module next to which the command was started
-        path, _, attribute = name.partition(":")
         module = importlib.import_module(path)
         if hasattr(module, attribute):
             return getattr(module, attribute)

@@ -87,8 +87,8 @@ def without_tree(spec: str | Path, others: tuple[str, ...] = ()) -> str:
     Example: `ngram:longest=5,length=9` becomes `ngram:longest=5`.
     """
     name, settings = parse_spec(str(spec))
-    about_tree = (*TREE_SETTINGS, *others)
-    rest = written({key: value for key, value in settings.items() if key not in about_tree})
+    tree = (*TREE_SETTINGS, *others)
+    rest = written({key: value for key, value in settings.items() if key not in tree})
     return f"{name}:{rest}" if rest else name
 
 
@@ -148,7 +148,7 @@ def check_name(drafter: str, name: Setting) -> None:
     """Raise `UserError` for a name, given by a user, that tables cannot show."""
     if name is not None and not NAME.fullmatch(str(name)):
         raise UserError(
-            f"drafter {drafter}: name={name} is no name for tables; use letters, digits, . _ - and "
+            f"drafter {drafter}: name={name} is not a valid name; use letters, digits, . _ - and "
             "+, at most 40"
         )
     if name in (*UNTRAINED, "plain"):
@@ -263,7 +263,8 @@ def _load_trained(
     # A folder without a drafter's files comes here too: the error says what is missing.
     artifact = Artifact.load(folder, target.fingerprint(), lender, warn)
     place(artifact.drafter, target.device, dtype)
-    kind, lookup = kind_made_of(artifact), dict[str, Any]()
+    kind = kind_made_of(artifact)
+    lookup: dict[str, Any] = {}
     if kind.lookups:
         lookup = {key: settings.pop(key) for key in LOOKUP_SETTINGS if key in settings}
     if inform is not None and not settings:
@@ -319,10 +320,8 @@ def check_drafter_dtype(name: Setting) -> torch.dtype | None:
     if name is None:
         return None
     if name not in DTYPES:
-        raise UserError(
-            f"dtype={name} is no type that a drafter can have; there are: {', '.join(DTYPES)}"
-        )
-    return getattr(torch, name)
+        raise UserError(f"unsupported drafter dtype {name}; choose from {', '.join(DTYPES)}")
+    return getattr(torch, str(name))
 
 
 def kind_made_of(artifact: Artifact) -> Kind:

@@ -39,7 +39,7 @@ class TreePlan:
     A `width` above 1 makes trees of `nodes` nodes and `length` levels. They are expanded where the
     drafter is surest (EAGLE-2, arXiv 2406.16858), except under a rule that compares distributions,
     which needs a shape fixed beforehand: that is the shape of greatest expected acceptance. `shape`
-    fixes the tree for every rule, whatever the drafter is sure of.
+    fixes the tree for every rule, whatever the drafter predicts.
     """
 
     def __init__(self, settings: TreeSettings) -> None:

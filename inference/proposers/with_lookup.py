@@ -3,7 +3,7 @@
 Where the last tokens of the text were in it before, the tokens that followed them there may be
 drafted; elsewhere the drafter drafts. A text that repeats itself mostly does so for more tokens
 than a trained drafter predicts. Which of the two drafts is chosen for each row and round by what
-both have given in this text. Whatever is drafted, the text shows later how many tokens a lookup
+both have given in this text. Whichever drafts, the text shows later how many tokens a lookup
 would have had right, so that every lookup is counted, used or not. A tree is counted where it was
 used.
 
@@ -36,7 +36,7 @@ that they draft better than on average where the text repeats, which is where th
 PRIOR_ROUNDS = 3
 """Rounds that the held-out tokens of a drafter count for."""
 WINDOW_ROUNDS = 8
-"""Rounds over which the later ones weigh most: each new one has at least a share of 1 / WINDOW_ROUNDS."""
+"""Rounds of the running means: a new one has at least a share of 1 / WINDOW_ROUNDS."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class RunningMean:
 def prior_of_lookups() -> list[RunningMean]:
     """Return the means of lookups after a match of 1, 2 to 3, 4 to 7, 8 to 15, 16 tokens and more.
 
-    Nothing is known of a text yet, so that a copy is expected to continue for half as long as it has
+    Nothing is known of a text yet, so a copy is expected to continue for half as long as it has
     lasted, like anything whose end is not known. That counts for one round.
     """
     return [RunningMean(1 + 2**kind / 2, 1) for kind in range(LONGEST_MATCH.bit_length())]
@@ -102,9 +102,8 @@ class BetterSource(Ngrams):
     """True after a round with a tree, False after one with a lookup, None before the first."""
 
     def __post_init__(self) -> None:
-        self.trees = (
-            RunningMean(math.inf) if self.prior is None else RunningMean(self.prior, PRIOR_ROUNDS)
-        )
+        prior, rounds = (math.inf, 0) if self.prior is None else (self.prior, PRIOR_ROUNDS)
+        self.trees = RunningMean(prior, rounds)
         super().__init__(self.shortest, self.shortest)
 
     def extend(self, tokens: list[int]) -> None:
@@ -154,7 +153,7 @@ class WithLookup(StaticProposer):
 
     Trees with probabilities are never replaced. The rules that use them would decide a chain by
     other noise than a tree, so that a text would depend on the other rows of its batch. All other
-    rules choose the same text whatever is drafted, or for each row by itself.
+    rules choose the same text for any drafts, or for each row by itself.
     """
 
     def __init__(

@@ -119,7 +119,7 @@ def test_own_drafters_are_named_by_class_and_settings() -> None:
         ("ngram:length", "settings are written key=value, such as ngram:length=8"),
         ("json:JSONEncoder", "makes a JSONEncoder; it has to be a subclass of draftsmith.Proposer"),
         ("ngrams", "did you mean ngram"),
-        (f"{MODULE}:LastSeen:name=a b", "is no name for tables"),
+        (f"{MODULE}:LastSeen:name=a b", "is not a valid name"),
     ],
 )
 def test_invalid_drafter_specs_are_refused_in_one_line(

@@ -111,7 +111,7 @@ class Transcript:
     def __init__(
         self, reply: Reply, tokenizer: Any, stops: Sequence[str], hidden: Collection[int]
     ) -> None:
-        """Begin a reply, whose times are counted from now. Tokens in `hidden` are left out of its text."""
+        """Begin a reply, whose times count from now; its text leaves out the tokens in `hidden`."""
         self.reply = reply
         self._text, self._hidden = StreamedText(tokenizer, stops), hidden
         self._started = time.perf_counter()
@@ -187,7 +187,7 @@ class Decoder:
 
     @cached_property
     def hidden(self) -> frozenset[int]:
-        """Tokens that are left out of the text of a reply: end tokens, and the tokenizer's special tokens."""
+        """Tokens that a reply's text leaves out: end tokens, and the tokenizer's special tokens."""
         return self.target.eos_ids | special_ids(self.target.tokenizer)
 
     @overload

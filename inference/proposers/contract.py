@@ -90,7 +90,7 @@ class Proposer:
 
     def clone(self) -> Self:
         """Return a second proposer of the same drafter, for another batch at the same time."""
-        # Both share the weights. `prefill` replaces the state of a batch, which the copy shares too.
+        # Both share the weights, and the state of a batch until `prefill` replaces it.
         clone = copy.copy(self)
         clone.in_use = False
         return clone
@@ -121,7 +121,7 @@ class StaticProposer(Proposer):
         return (self.own_cache,)
 
     def owner_of_rounds(self, target: CausalModel) -> StaticProposer | CausalModel:
-        """Return the object to which a compiled or recorded round belongs, and with which it goes."""
+        """Return what a compiled or recorded round belongs to, and is forgotten with."""
         # A round that the proposer has no part in is the same for all proposers.
         return self if self.traceable else target
 

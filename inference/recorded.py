@@ -139,8 +139,7 @@ class RecordedRound:
         """Make places for the tree and for the state of the proposer."""
         self._recorder = recorder
         self._place = tree.clone()
-        part = traced(proposer)
-        names = part.left_for_commit if part is not None else ()
+        names = part.left_for_commit if (part := traced(proposer)) else ()
         self._state = {name: getattr(proposer, name).clone() for name in names}
         self._calls = 0
         self._accepted: Accepted | None = None
@@ -203,8 +202,7 @@ class RecordedRound:
 
     def _undo(self, proposer: Proposer, cache: StaticCache) -> None:
         """Forget a recording that has stopped somewhere: none of its kernels has run."""
-        part = traced(proposer)
-        for used in (cache, part.own_cache if part is not None else None):
+        for used in (cache, part.own_cache if (part := traced(proposer)) else None):
             if used is not None:
                 used.drop()
         for name, place in self._state.items():
@@ -231,6 +229,7 @@ def run(
             _ = tree.tables  # they are kept for a shape, and need not be made in the function
         function = compiled(verify, target, proposer.taps)
         return function(target, tree, cache, draws, proposer.taps), None
+    # A round that the proposer has no part in is the same for all proposers.
     part = traced(proposer)
     rounds = cache.recorded.setdefault(part.owner_of_rounds(target) if part else target, {})
     key = (proposer.taps, *tree.form, draws.sampling, part and part.round_key)

@@ -13,14 +13,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from ...heads.artifact import OWN_FILE
-from ...heads.errors import UserError
-from ...heads.files import read_json
 from ..base.tree_settings import LOOKUP_SETTINGS
 from ..proposers.contract import DrafterSpec
 from ..proposers.kind import Settings
-from ..proposers.own_drafters import is_own, own_name
-from ..proposers.registry import UNTRAINED, parse_spec
+from ..proposers.own_drafters import is_own
+from ..proposers.registry import UNTRAINED, method_of, parse_spec
 
 PLAIN = "plain"
 """Name of decoding without a drafter."""
@@ -80,7 +77,7 @@ def longer_names(drafter: str) -> Iterator[str]:
         yield PLAIN if drafter == "none" else drafter
         return
     if not Path(drafter).is_dir() and is_own(drafter):
-        yield own_name(drafter)
+        yield drafter.rpartition(":")[2]
         yield drafter
         return
     parts = Path(os.path.abspath(drafter)).parts[1:]
@@ -88,24 +85,15 @@ def longer_names(drafter: str) -> Iterator[str]:
     while end > 1 and CHECKPOINT.fullmatch(parts[end - 1]):
         end -= 1
     if SAYS_NOTHING.fullmatch(parts[end - 1]):
-        yield from method_of(drafter)
+        method = method_of(drafter)
+        if method.isidentifier() and method not in (PLAIN, *UNTRAINED):
+            yield method
     for start in range(end - 1, -1, -1):
         for stop in dict.fromkeys((end, len(parts))):
             name = "/".join(parts[start:stop])
             if name not in (PLAIN, *UNTRAINED):
                 yield name
     yield os.path.abspath(drafter)
-
-
-def method_of(folder: str) -> Iterator[str]:
-    """Yield the method of the drafter in a folder, if its files say one."""
-    try:
-        facts = read_json(Path(folder, OWN_FILE))
-    except UserError:  # a draft model's folder, or a damaged file, which loading explains
-        return
-    method = facts.get("method") if isinstance(facts, dict) else None
-    if isinstance(method, str) and method.isidentifier() and method not in (PLAIN, *UNTRAINED):
-        yield method
 
 
 def distinct_labels(specs: Iterable[str]) -> dict[str, str]:

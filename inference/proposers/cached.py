@@ -56,19 +56,17 @@ class CachedProposer(Planned[DrafterT]):
         self._cache = TreeCache(0, 0)
 
 
-LayeredDrafterT = TypeVar("LayeredDrafterT", bound=LayeredDrafter)
+LayeredT = TypeVar("LayeredT", bound=LayeredDrafter)
 
 
-class FeatureProposer(CachedProposer[LayeredDrafterT]):
+class FeatureProposer(CachedProposer[LayeredT]):
     """Proposer of a drafter that reads the target's features, and may have a draft vocabulary.
 
     What a round accepts is noted in `commit`, with the target's features, and run when the drafter
     next drafts. So between rounds the cache holds the text alone.
     """
 
-    def __init__(
-        self, drafter: LayeredDrafterT, settings: TreeSettings, longest: int = MOST
-    ) -> None:
+    def __init__(self, drafter: LayeredT, settings: TreeSettings, longest: int = MOST) -> None:
         """Put `drafter` to work; `longest` are the levels that it has at most."""
         weight, shape = drafter.fc.weight, drafter.shape
         super().__init__(settings, weight.device)

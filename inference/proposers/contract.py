@@ -121,9 +121,8 @@ class StaticProposer(Proposer):
         return (self.own_cache,)
 
     def owner_of_rounds(self, target: CausalModel) -> StaticProposer | CausalModel:
-        """Return what a compiled or recorded round belongs to, and is forgotten with."""
-        # A round that the proposer has no part in is the same for all proposers.
-        return self if self.traceable else target
+        """Return what the rounds of a traceable proposer belong to, and are forgotten with."""
+        return self
 
     def stop(self, rows: list[int]) -> None:
         """Take note that batch rows idle from now on: what is drafted for them counts for nothing.

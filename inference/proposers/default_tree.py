@@ -116,13 +116,9 @@ def draft_share(drafter: DrafterModule, target: CausalModel, levels: int) -> flo
     On a CPU a pass over few rows takes as long as reading the weights does.
     """
     head = target.head_weight.nbytes
-    if (
-        isinstance(drafter, VocabularyMaps)
-        and drafter.borrows_head
-        and (ids := drafter.draft_vocab_ids) is not None
-    ):
+    if isinstance(drafter, VocabularyMaps) and drafter.borrows_head and drafter.d2t is not None:
         # A part is copied in the drafter's own dtype, see `ModelHead.head_of`.
-        head = len(ids) * target.hidden_size * next(drafter.parameters()).itemsize
+        head = len(drafter.d2t) * target.hidden_size * next(drafter.parameters()).itemsize
     own, heads = drafter.bytes_read(levels)
     # Of the embedding a pass reads one row, unless the matrix is the head's too.
     embedding: Any = target.model.get_input_embeddings().weight

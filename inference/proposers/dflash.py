@@ -14,8 +14,6 @@ hidden size, V vocabulary, S positions of a text.
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import torch
 from torch import Tensor
 
@@ -34,10 +32,8 @@ from .growth import Continue, Slots
 from .kind import Kind
 from .tree_plan import DEFAULT_TREE, tree_of
 
-BlockDrafterT = TypeVar("BlockDrafterT", bound=DFlashDrafter)
 
-
-class DFlashProposer(FeatureProposer[BlockDrafterT]):
+class DFlashProposer(FeatureProposer[DFlashDrafter]):
     """Proposer of a DFlash drafter.
 
     Drafts of a block do not depend on each other. So a tree has the `nodes` likeliest paths, with
@@ -46,7 +42,7 @@ class DFlashProposer(FeatureProposer[BlockDrafterT]):
 
     def __init__(
         self,
-        drafter: BlockDrafterT,
+        drafter: DFlashDrafter,
         settings: TreeSettings = DEFAULT_TREE,
         slots: int | None = None,
     ) -> None:

@@ -26,7 +26,7 @@ from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree
 from ..targets.causal_model import CausalModel
 from ..targets.masks import Pass
-from ..targets.target import TargetSource
+from ..targets.target import Target, TargetSource
 from .cached import CachedProposer
 from .contract import Accepted, Prompts
 from .growth import Level
@@ -209,7 +209,9 @@ def load_draft_model(
     """
     drafter = DraftModel.load(Path(folder), target.dtype, target.embedding_and_head)
     drafter.model.to(target.device)
-    return on_model(drafter, settings)
+    proposer = on_model(drafter, settings)
+    proposer.prepare_weights(isinstance(target, Target) and target.reference)
+    return proposer
 
 
 def on_model(drafter: DraftModel, settings: TreeSettings) -> DraftModelProposer:

@@ -21,7 +21,7 @@ from .tree_plan import DEFAULT_TREE
 DEFAULT_WIDTH = 8
 
 
-class DSparkProposer(DFlashProposer[DSparkDrafter]):
+class DSparkProposer(DFlashProposer):
     """Proposer of a DSpark drafter.
 
     Trees are EAGLE-2's, over the block's distributions with each node's own transition bias.
@@ -29,6 +29,7 @@ class DSparkProposer(DFlashProposer[DSparkDrafter]):
 
     def _logits(self, outputs: Tensor, root: Tensor, ids: Tensor | None) -> tuple[Tensor, Continue]:
         drafter = self.drafter
+        assert isinstance(drafter, DSparkDrafter)
         base = drafter.base_logits(outputs)
 
         # Depths count from 1, so `base[:, depth]` is the slot after that of the level's own drafts.

@@ -32,8 +32,6 @@ class Kind:
     """True if lookups may replace its drafts: its state depends on what was accepted alone."""
     trained: bool = True
     """True if it is made of an artifact."""
-    has_name: bool = True
-    """True if a user may name it; False for plain decoding, which has one name in all tables."""
 
     def arguments(self, drafter: str, settings: Mapping[str, Setting]) -> dict[str, Any]:
         """Return the arguments of `make` for a user's settings. Raises `UserError` for others."""
@@ -42,13 +40,9 @@ class Kind:
                 f"drafter {drafter} has no setting {unknown[0]!r}; there are: "
                 f"{', '.join(self.known) or 'no settings'}"
             )
-        arguments: dict[str, Any] = {
-            name: value for name, value in settings.items() if name not in self.tree
-        }
+        arguments: dict[str, Any] = dict(settings)
         if self.tree:
-            tree: dict[str, Any] = {
-                name: value for name, value in settings.items() if name in self.tree
-            }
+            tree = {name: arguments.pop(name) for name in self.tree if name in arguments}
             arguments["settings"] = TreeSettings(**tree)
         return arguments
 
@@ -58,5 +52,6 @@ class Kind:
         known = [*self.tree, *self.own]
         known += ["dtype"] if self.trained else []
         known += LOOKUP_SETTINGS if self.lookups else []
-        known += ["name"] if self.has_name else []
+        # Plain decoding, which has no settings, has one name in all tables.
+        known += ["name"] if known else []
         return known

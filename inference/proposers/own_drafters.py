@@ -35,11 +35,6 @@ def is_own(name: str) -> bool:
     return CLASS.fullmatch(name) is not None
 
 
-def own_name(name: str) -> str:
-    """Return what tables call it: the class without its module."""
-    return name.rpartition(":")[2]
-
-
 def check_own(name: str, settings: Settings) -> Callable[..., object]:
     """Return the class or function that `name` stands for, which takes `settings`.
 

@@ -6,11 +6,11 @@ A method's module in `proposers/` is imported when a drafter of that method is l
 from __future__ import annotations
 
 import difflib
-import importlib
-import importlib.util
 import logging
 import re
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from .with_lookup import WithLookup
 log = logging.getLogger(__name__)
 
 UNTRAINED = {
-    "none": Kind(PlainDecoding, trained=False, has_name=False),
+    "none": Kind(PlainDecoding, trained=False),
     "ngram": Kind(NgramLookup, own=("length", "longest", "shortest"), trained=False),
 }
 """Drafters that need no training, by the name that a user gives."""
@@ -161,12 +161,17 @@ def kind_of(name: str) -> Kind | None:
         return UNTRAINED[name]
     if not Path(name, OWN_FILE).is_file():
         return MODEL_FOLDER if Path(name, "config.json").is_file() else None
+    return trained_kind(method_of(name))
+
+
+def method_of(folder: str) -> str:
+    """Return the method of the drafter in a folder; empty if its files do not name one."""
     try:
-        facts = read_json(Path(name, OWN_FILE))
-    except UserError:  # which the artifact's own reader explains
-        return None
-    method = str(facts.get("method")) if isinstance(facts, dict) else ""
-    return trained_kind(method)
+        facts = read_json(Path(folder, OWN_FILE))
+    except UserError:  # a draft model's folder, or a damaged file, which loading explains
+        return ""
+    method = facts.get("method") if isinstance(facts, dict) else None
+    return method if isinstance(method, str) else ""
 
 
 def trained_kind(method: str) -> Kind | None:
@@ -174,11 +179,9 @@ def trained_kind(method: str) -> Kind | None:
     if (own := own_method(method)) is not None:
         return Kind(own.proposer_class, tree=own.tree_settings)
     # A name with dots, from a damaged file, could import a module from anywhere.
-    name = f"{__package__}.{method}"
-    known = method.isidentifier() and importlib.util.find_spec(name)
-    return (
-        getattr(importlib.import_module(f".{method}", __package__), "KIND", None) if known else None
-    )
+    if not method.isidentifier() or find_spec(f".{method}", __package__) is None:
+        return None
+    return getattr(import_module(f".{method}", __package__), "KIND", None)
 
 
 def check_settings(kind: Kind, drafter: str, settings: Settings) -> None:
@@ -195,15 +198,12 @@ def check_settings(kind: Kind, drafter: str, settings: Settings) -> None:
             "too, the number of last tokens that must have occurred before: lookup=4"
         )
     if kind.tree:
-        check_tree(kind, arguments["settings"])
+        tree: TreeSettings = arguments["settings"]
+        if tree.shape is None:
+            # It raises for settings that exclude each other in every drafter.
+            TreePlan(tree.or_else(length=1, width=1 if kind.chains else 2))
     elif kind in UNTRAINED.values():
         kind.make(**arguments)
-
-
-def check_tree(kind: Kind, tree: TreeSettings) -> None:
-    """Raise `UserError` for settings of a tree that exclude each other in every drafter."""
-    if tree.shape is None:
-        TreePlan(tree.or_else(length=1, width=1 if kind.chains else 2))
 
 
 def load_proposer(
@@ -225,21 +225,18 @@ def load_proposer(
     text = str(spec) if tuned is None else without_tree(spec)
     name, settings = check_spec(text)
     settings.pop("name", None)
-    if is_own_drafter(name):
-        if tuned is not None:
-            refuse_own(name, "a profile, tune or --like")
-        proposer = make_own(name, settings, target)
-        proposer.spec = DrafterSpec(text)
-        return proposer
     # The settings in the proposer's name; those that a profile has chosen are not.
     shown = {key: settings[key] for key in settings if tuned is None or key in LOOKUP_SETTINGS}
     settings |= tuned or {}
-    if name in UNTRAINED:
+    if is_own_drafter(name):
+        if tuned is not None:
+            refuse_own(name, "a profile, tune or --like")
+        proposer, shown = make_own(name, settings, target), {}
+    elif name in UNTRAINED:
         kind = UNTRAINED[name]
         proposer = kind.make(**kind.arguments(name, settings))
     elif kind_of(name) is MODEL_FOLDER:
-        arguments = MODEL_FOLDER.arguments(name, settings)
-        proposer = _prepared(MODEL_FOLDER.make(name, target, **arguments), target)
+        proposer = MODEL_FOLDER.make(name, target, **MODEL_FOLDER.arguments(name, settings))
     else:
         proposer = _load_trained(name, settings, target, warn, inform if choose else None)
     proposer.spec = DrafterSpec(text, "" if tuned is None else ":tuned")
@@ -270,20 +267,14 @@ def _load_trained(
     if inform is not None and not settings:
         assert isinstance(target, Target)
         settings = _default_settings(artifact, target, folder, warn, inform)
-    made = kind.make(artifact, **kind.arguments(folder, settings))
-    proposer = _prepared(checked_proposer(made, target, artifact.method), target)
-    if not lookup:
-        return proposer
-    assert isinstance(proposer, Planned), "kinds with lookups have a plan"
-    return WithLookup(
-        proposer, **lookup, prior=expected_tokens(artifact.calibration, proposer.plan)
-    )
-
-
-def _prepared(proposer: Proposer, target: TargetSource) -> Proposer:
-    """Return the proposer of a drafter that was just read from its files, ready to decode."""
+    proposer = kind.make(artifact, **kind.arguments(folder, settings))
+    checked_proposer(proposer, target, artifact.method)
     if isinstance(proposer, Planned):
+        # Nothing else has this drafter, which was read from its files just now.
         proposer.prepare_weights(isinstance(target, Target) and target.reference)
+        if lookup:
+            prior = expected_tokens(artifact.calibration, proposer.plan)
+            return WithLookup(proposer, **lookup, prior=prior)
     return proposer
 
 

@@ -10,7 +10,7 @@ from draftsmith.inference.proposers.with_lookup import (
     PRIOR_ROUNDS,
     WINDOW_ROUNDS,
     BetterSource,
-    Open,
+    PendingLookup,
     RunningMean,
     prior_of_lookups,
 )
@@ -51,11 +51,11 @@ def test_priors_come_from_held_out_tau_and_match_length() -> None:
 
 
 def test_open_chain_counts_correct_tokens_until_a_mismatch() -> None:
-    chain = Open(0, [5, 6, 7])
+    chain = PendingLookup(0, [5, 6, 7])
     assert chain.compare([5]) is None and chain.right == 1
     assert chain.compare([6, 8]) == 2
-    assert Open(0, [5, 6, 7]).compare([5, 6, 7, 8]) == 3, "all of them"
-    assert Open(0, [5, 6, 7]).compare([4]) == 0
+    assert PendingLookup(0, [5, 6, 7]).compare([5, 6, 7, 8]) == 3, "all of them"
+    assert PendingLookup(0, [5, 6, 7]).compare([4]) == 0
 
 
 def test_lookup_match_has_expected_chain_and_kind() -> None:
@@ -63,7 +63,7 @@ def test_lookup_match_has_expected_chain_and_kind() -> None:
     source = BetterSource(2)
     source.extend([9, 1, 2, 3, 4, 5, 8, 1, 2, 3])
     source.guess(4)
-    (chain,) = source._open
+    (chain,) = source._pending
     assert chain.chain == [4, 5, 8, 1] and chain.kind == 1, "three tokens are of the kind 2 to 3"
 
 

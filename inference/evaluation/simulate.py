@@ -15,6 +15,7 @@ from ...heads.files import JsonObject, check_json, output_json
 from ..base.console import Console
 from ..base.costs import GPUS, Roofline, best_length, break_even, chain_tokens, speedup, stretched
 from .checks import numbers
+from .names import BASELINES
 from .options import SimulateOptions as Options
 from .results import DrafterFigures, factor, read_measured
 from .tables import table_of
@@ -148,7 +149,7 @@ def drafts_chains(drafter: DrafterFigures) -> bool:
     if drafter.setting is not None:
         return drafter.setting.get("width", 1) == 1
     drafted = max((n for r in drafter.per_request for n, *_ in r.rounds), default=0)
-    return drafter.kind == "ngram" or drafted <= len(drafter.cond_accept)
+    return drafter.kind in BASELINES or drafted <= len(drafter.cond_accept)
 
 
 def by_load(drafts: Sequence[int]) -> list[list[int]]:

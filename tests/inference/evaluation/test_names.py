@@ -63,7 +63,9 @@ def test_names_that_would_be_equal_say_what_differs() -> None:
     }
     for specs, labels in apart.items():
         assert list(distinct_labels(specs).values()) == labels
-    ways = [SimpleNamespace(spec=DrafterSpec(spec)) for spec in ("none", "d:name=x", "e:name=x")]
+    ways: list[Any] = [
+        SimpleNamespace(spec=DrafterSpec(spec)) for spec in ("none", "d:name=x", "e:name=x")
+    ]
     tuned: list[Any] = [SimpleNamespace(spec=DrafterSpec("d", ":tuned"))]
     other: list[Any] = [SimpleNamespace(name=name, spec=None) for name in ("assisted (x)", "plain")]
     expected = ["plain", "x", "x-2", "d:tuned", "assisted (x)", "plain-2"]

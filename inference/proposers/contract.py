@@ -1,6 +1,4 @@
-"""The contract between the decode loop and a drafter in use, and what passes through it.
-
-A drafter of one's own is a subclass of `Proposer`; what `StaticProposer` adds is for speed alone.
+"""The contract between the decode loop and a drafter in use; users implement `Proposer` alone.
 
 Shapes: B rows of a batch, S prompt positions (padded on the right), H hidden size.
 """

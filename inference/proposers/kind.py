@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,16 +33,18 @@ class Kind:
     trained: bool = True
     """True if it is made of an artifact."""
 
-    def arguments(self, drafter: str, settings: Mapping[str, Setting]) -> dict[str, Any]:
+    def arguments(self, drafter: str, settings: Settings) -> dict[str, object]:
         """Return the arguments of `make` for a user's settings. Raises `UserError` for others."""
         if unknown := sorted(settings.keys() - set(self.known)):
             raise UserError(
                 f"drafter {drafter} has no setting {unknown[0]!r}; there are: "
                 f"{', '.join(self.known) or 'no settings'}"
             )
-        arguments: dict[str, Any] = dict(settings)
+        arguments: dict[str, object] = dict(settings)
         if self.tree:
-            tree = {name: arguments.pop(name) for name in self.tree if name in arguments}
+            tree: dict[str, Any] = {
+                name: arguments.pop(name) for name in self.tree if name in arguments
+            }
             arguments["settings"] = TreeSettings(**tree)
         return arguments
 

@@ -198,8 +198,8 @@ def check_settings(kind: Kind, drafter: str, settings: Settings) -> None:
             "too, the number of last tokens that must have occurred before: lookup=4"
         )
     if kind.tree:
-        tree: TreeSettings = arguments["settings"]
-        if tree.shape is None:
+        tree = arguments["settings"]
+        if isinstance(tree, TreeSettings) and tree.shape is None:
             # It raises for settings that exclude each other in every drafter.
             TreePlan(tree.or_else(length=1, width=1 if kind.chains else 2))
     elif kind in UNTRAINED.values():
@@ -267,14 +267,14 @@ def _load_trained(
     if inform is not None and not settings:
         assert isinstance(target, Target)
         settings = _default_settings(artifact, target, folder, warn, inform)
-    proposer = kind.make(artifact, **kind.arguments(folder, settings))
-    checked_proposer(proposer, target, artifact.method)
+    made = kind.make(artifact, **kind.arguments(folder, settings))
+    proposer = checked_proposer(made, target, artifact.method)
     if isinstance(proposer, Planned):
         # Nothing else has this drafter, which was read from its files just now.
         proposer.prepare_weights(isinstance(target, Target) and target.reference)
         if lookup:
-            prior = expected_tokens(artifact.calibration, proposer.plan)
-            return WithLookup(proposer, **lookup, prior=prior)
+            lookup["prior"] = expected_tokens(artifact.calibration, proposer.plan)
+            return WithLookup(proposer, **lookup)
     return proposer
 
 

@@ -55,5 +55,4 @@ class Kind:
         known += ["dtype"] if self.trained else []
         known += LOOKUP_SETTINGS if self.lookups else []
         # Plain decoding, which has no settings, has one name in all tables.
-        known += ["name"] if known else []
-        return known
+        return [*known, "name"] if known else []

@@ -220,6 +220,8 @@ class LayeredDrafter(VocabularyMaps, DrafterModule):
     """
 
     layers: nn.ModuleList
+    fc: nn.Linear
+    """Layer that every row's input passes."""
     shape: DrafterShape
     embedding_and_head: EmbeddingAndHead
 
@@ -290,8 +292,6 @@ class RecyclingDrafter(LayeredDrafter):
     """
 
     drafts_by_level = True
-    fc: nn.Linear
-    """Layer that receives every row's input."""
     reads_last: bool
     """True if rows begin with the target's last hidden state, false if with its taps."""
     rotary: Callable[[Tensor], tuple[Tensor, Tensor]]

@@ -31,7 +31,7 @@ from .decode import Generation, Request, Round, decode, generate
 from .metrics import conditional, emitted_per_round, survival, tau, time_per_token
 from .profile import tuned_setting
 from .proposers.contract import Proposer
-from .proposers.own_drafters import checked_proposer, with_name
+from .proposers.own_drafters import checked_proposer
 from .proposers.registry import check_spec, load_proposer
 from .targets.target import Target, load_for_decoding, prepare_to_compile, target_of
 
@@ -465,7 +465,7 @@ def load(
         path = None if profile is None else fspath(profile)
         tuned = tuned_setting(path, named, loaded, temperature, batch_size)
         named = load_proposer(named, loaded, log.warning, tuned, choose=True)
-    return Decoder(loaded, checked_proposer(with_name(named), type(named).__name__, loaded))
+    return Decoder(loaded, checked_proposer(named, loaded))
 
 
 def _loaded(target: Any, tokenizer: Any, options: dict[str, Any]) -> Target:

@@ -20,7 +20,7 @@ from ..heads.errors import UserError
 from . import recorded
 from .base.detokenize import StopStrings
 from .base.settings import GREEDY, Sampling
-from .proposers.contract import Accepted, Prompts, Proposer
+from .proposers.contract import Accepted, Prompts, Proposer, StaticProposer
 from .proposers.own_drafters import is_users, reported, wrong_tree
 from .rounds.cache import StaticCache, TreeCache
 from .rounds.device import Clock, send
@@ -270,7 +270,7 @@ class _RunningBatch:
         ]
         self.clock = Clock(target.device)
         # Trees of a user's own drafter are looked at, but for those of a recorded round.
-        self._users = is_users(type(proposer)) and not proposer.traceable
+        self._users = is_users(type(proposer)) and recorded.traced(proposer) is None
         # of static rounds: the drafts that the last round made, and a round that is not read yet
         self._drafts: DraftTree | None = None
         self._launched: Accepted | None = None
@@ -431,7 +431,8 @@ class _RunningBatch:
             return
         if isinstance(self.cache, StaticCache):
             self.cache.stop(ended)
-            self.proposer.stop(ended)
+            if isinstance(self.proposer, StaticProposer):
+                self.proposer.stop(ended)
             return
         places = [row.place for row in going]
         index = send(places, self.root.device)

@@ -26,12 +26,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..heads.errors import first_line
+from .proposers.contract import Proposer, StaticProposer
 from .rounds.sampling import Draws
 from .rounds.tree import DraftTree
 from .targets.outcome import Accepted, verify
 
 if TYPE_CHECKING:
-    from .proposers.contract import Proposer
     from .rounds.cache import StaticCache, TreeCache
     from .targets.causal_model import CausalModel
 
@@ -52,11 +52,16 @@ def one_round(
     then, and what was accepted has not been committed to it.
     """
     accepted = verify(target, tree, cache, draws, proposer.taps)
-    if not proposer.traceable:
+    if traced(proposer) is None:
         return accepted, None
     assert accepted.bonus is not None
     proposer.commit(accepted)
     return accepted, proposer.propose(accepted.bonus, draws)
+
+
+def traced(proposer: Proposer) -> StaticProposer | None:
+    """Return the proposer if it is a part of static rounds; None for one that needs the host."""
+    return proposer if isinstance(proposer, StaticProposer) and proposer.traceable else None
 
 
 class CudaRecorder:
@@ -134,7 +139,8 @@ class RecordedRound:
         """Make places for the tree and for the state of the proposer."""
         self._recorder = recorder
         self._place = tree.clone()
-        self._state = {name: getattr(proposer, name).clone() for name in proposer.left_for_commit}
+        names = part.left_for_commit if (part := traced(proposer)) else ()
+        self._state = {name: getattr(proposer, name).clone() for name in names}
         self._calls = 0
         self._accepted: Accepted | None = None
         self.outside = Outside()
@@ -179,7 +185,7 @@ class RecordedRound:
         # The lists of the host belong to one round.
         lists: Any = {"nodes": [], "tokens": [], "drafted": [], "refused": []}
         fresh = replace(accepted, **lists, overlap=None)
-        return fresh, self._place if proposer.traceable else None
+        return fresh, self._place if traced(proposer) is not None else None
 
     def _record(self, body: Callable[[], Accepted]) -> Accepted | None:
         """Record a round; None where that is not possible, and rounds go on as they are.
@@ -196,7 +202,7 @@ class RecordedRound:
 
     def _undo(self, proposer: Proposer, cache: StaticCache) -> None:
         """Forget a recording that has stopped somewhere: none of its kernels has run."""
-        for used in (cache, proposer.own_cache):
+        for used in (cache, part.own_cache if (part := traced(proposer)) else None):
             if used is not None:
                 used.drop()
         for name, place in self._state.items():
@@ -215,7 +221,7 @@ def run(
     """Return what `one_round` does, from a recording, or compiled and without the next drafts.
 
     `draws` are those of `StaticCache.place_draws`. Recorded rounds are kept with the cache whose
-    addresses they read, as long as there is their owner (`Proposer.owner_of_rounds`).
+    addresses they read, as long as there is their owner (`StaticProposer.owner_of_rounds`).
     """
     recorder = recorder_for(cache.device)
     if recorder is None:
@@ -223,9 +229,10 @@ def run(
             _ = tree.tables  # they are kept for a shape, and need not be made in the function
         function = compiled(verify, target, proposer.taps)
         return function(target, tree, cache, draws, proposer.taps), None
-    rounds = cache.recorded.setdefault(proposer.owner_of_rounds(target), {})
-    kind = proposer.traceable, proposer.taps
-    key = (*kind, *tree.form, draws.sampling, proposer.plan, proposer.own_cache)
+    # A round that the proposer has no part in is the same for all proposers.
+    part = traced(proposer)
+    rounds = cache.recorded.setdefault(part.owner_of_rounds(target) if part else target, {})
+    key = (proposer.taps, *tree.form, draws.sampling, part and part.round_key)
     if key not in rounds:
         rounds[key] = RecordedRound(recorder(), tree, proposer)
     return rounds[key](target, proposer, tree, cache, draws)
@@ -233,7 +240,8 @@ def run(
 
 def propose(target: CausalModel, proposer: Proposer, root: Tensor, draws: Draws) -> DraftTree:
     """Return drafts outside of a recorded round, compiled where rounds are."""
-    own = proposer.owner_of_rounds(target) is proposer
+    part = traced(proposer)
+    own = part is not None and part.owner_of_rounds(target) is part
     if own and recorder_for(root.device) is None:
         return compiled(type(proposer).propose, proposer)(proposer, root, draws)
     return proposer.propose(root, draws)

@@ -26,7 +26,6 @@ from ..inference.conversations.rows import rows_in_memory, write_rows
 from ..inference.evaluation.options import EvaluateOptions
 from ..inference.evaluation.results import Report
 from ..inference.proposers.contract import Proposer
-from ..inference.proposers.own_drafters import with_name
 from ..inference.targets.target import Target, target_of
 from ..train.config import Callback
 from ..train.data.config import Data, Source
@@ -164,7 +163,7 @@ def evaluate(
         rows = rows_in_memory(prompts, "prompts")
         prompts = "given_in_python"
     several = drafter if isinstance(drafter, list | tuple) else [drafter]
-    own = [with_name(one) for one in several if isinstance(one, Proposer)]
+    own = [one for one in several if isinstance(one, Proposer)]
     others = [_path_of(one) for one in several if not isinstance(one, Proposer)]
     if wrong := [one for one in others if not isinstance(one, str | PathLike)]:
         raise UserError(f"drafter is a folder, a name or a proposer, not {type(wrong[0]).__name__}")

@@ -11,13 +11,13 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
-from ...heads.artifact import OWN_FILE
-from ...heads.errors import UserError
-from ...heads.files import read_json
 from ..base.tree_settings import LOOKUP_SETTINGS
-from ..proposers.own_drafters import is_own, own_name
-from ..proposers.registry import UNTRAINED, Given, parse_spec
+from ..proposers.contract import DrafterSpec
+from ..proposers.kind import Settings
+from ..proposers.own_drafters import is_own
+from ..proposers.registry import UNTRAINED, method_of, parse_spec
 
 PLAIN = "plain"
 """Name of decoding without a drafter."""
@@ -46,9 +46,7 @@ def short_name(spec: str) -> str:
     return with_settings(next(longer_names(name)), settings)
 
 
-def with_settings(
-    name: str, settings: dict[str, object], distinguishing: Iterable[str] = ()
-) -> str:
+def with_settings(name: str, settings: Settings, distinguishing: Iterable[str] = ()) -> str:
     """Return `name:key=value,... + lookup` with all settings that change what is drafted.
 
     The numbers of a lookup are included only if its length was given or if one of them is in
@@ -64,7 +62,7 @@ def with_settings(
     return text
 
 
-def _listed(start: str, keys: Sequence[str], settings: dict[str, object]) -> str:
+def _listed(start: str, keys: Sequence[str], settings: Settings) -> str:
     """Return `start` and the settings `keys`; "" for none."""
     return start + ",".join(f"{key}={settings[key]}" for key in keys) if keys else ""
 
@@ -79,7 +77,7 @@ def longer_names(drafter: str) -> Iterator[str]:
         yield PLAIN if drafter == "none" else drafter
         return
     if not Path(drafter).is_dir() and is_own(drafter):
-        yield own_name(drafter)
+        yield drafter.rpartition(":")[2]
         yield drafter
         return
     parts = Path(os.path.abspath(drafter)).parts[1:]
@@ -87,24 +85,15 @@ def longer_names(drafter: str) -> Iterator[str]:
     while end > 1 and CHECKPOINT.fullmatch(parts[end - 1]):
         end -= 1
     if SAYS_NOTHING.fullmatch(parts[end - 1]):
-        yield from method_of(drafter)
+        method = method_of(drafter)
+        if method.isidentifier() and method not in (PLAIN, *UNTRAINED):
+            yield method
     for start in range(end - 1, -1, -1):
         for stop in dict.fromkeys((end, len(parts))):
             name = "/".join(parts[start:stop])
             if name not in (PLAIN, *UNTRAINED):
                 yield name
     yield os.path.abspath(drafter)
-
-
-def method_of(folder: str) -> Iterator[str]:
-    """Yield the method of the drafter in a folder, if its files name one."""
-    try:
-        facts = read_json(Path(folder, OWN_FILE))
-    except UserError:  # a draft model's folder, or a damaged file, which loading reports
-        return
-    method = facts.get("method") if isinstance(facts, dict) else None
-    if isinstance(method, str) and method.isidentifier() and method not in (PLAIN, *UNTRAINED):
-        yield method
 
 
 def distinct_labels(specs: Iterable[str]) -> dict[str, str]:
@@ -148,22 +137,29 @@ def disambiguate(specs: Sequence[str]) -> dict[str, str]:
     return labels
 
 
-def distinct_names(ways: Sequence[object]) -> list[str]:
+class NamedWay(Protocol):
+    """Way to decode: a `Proposer`, or one with chosen settings."""
+
+    name: str
+    spec: DrafterSpec | None
+
+
+def distinct_names(ways: Sequence[NamedWay]) -> list[str]:
     """Return the names of ways to decode, in order.
 
-    A way with a `given` is named after it, any other by its `name`. The second of one name ends in
+    A way with a `spec` is named after it, any other by its `name`. The second of one name ends in
     -2, and so on.
     """
-    given = [getattr(way, "given", None) or Given("") for way in ways]
+    given = [way.spec or DrafterSpec("") for way in ways]
     labels: dict[tuple[str, str], str] = {}
     for suffix in dict.fromkeys(each.suffix for each in given):
         # Ways with another suffix have other names already, and must not change these.
-        specs = [each.spec for each in given if each.suffix == suffix and each.spec]
+        specs = [each.text for each in given if each.suffix == suffix and each.text]
         for spec, label in distinct_labels(specs).items():
             labels[spec, suffix] = label + suffix
     names: list[str] = []
     for way, each in zip(ways, given, strict=True):
-        first = labels.get(each) or getattr(way, "name", "")
+        first = labels.get(each) or way.name
         name, number = first, 2
         while name in names:
             name, number = f"{first}-{number}", number + 1

@@ -14,13 +14,9 @@ from ...heads.exchange.engines.engine import DrafterFacts
 from ...heads.fingerprint import numbers_of
 from ..base.settings import Rule, choice_named
 from ..base.tree_settings import positive
-from ..proposers.contract import Proposer
-from ..proposers.dflash import DFlashProposer
-from ..proposers.draft_model import DraftModelProposer
-from ..proposers.eagle import EagleProposer
-from ..proposers.medusa import MedusaProposer
-from ..proposers.ngram import NgramLookup
-from ..proposers.registry import Given, load_proposer, parse_spec, without_tree
+from ..proposers.cached import FeatureProposer
+from ..proposers.contract import DrafterSpec, Proposer
+from ..proposers.registry import load_proposer, parse_spec, without_tree
 from ..targets.target import Target
 from .measure import ChosenWay
 
@@ -58,7 +54,7 @@ class ImitatedEngine:
 
     def rule(self, proposer: Proposer) -> Rule:
         """Return the acceptance rule at T > 0."""
-        return self._like.rule(kind_drafted_by(proposer), self.settings)
+        return self._like.rule(proposer.kind, self.settings)
 
     def shape(self, proposer: Proposer, target: Any = None) -> dict[str, Any]:
         """Return the settings with which `load_proposer` makes `proposer` draft as in the engine.
@@ -67,28 +63,19 @@ class ImitatedEngine:
         `UserError` for a drafter that the engine cannot serve, and for one that is not imitated
         here.
         """
-        kind = kind_drafted_by(proposer)
-        if kind not in self._like.shapes:
+        if proposer.kind not in self._like.shapes:
             raise UserError(
                 f"{self.name} takes no such drafter, or drafts with one of its own that is not "
                 "imitated here"
             )
-        if isinstance(proposer, EagleProposer | DFlashProposer):
+        if isinstance(proposer, FeatureProposer):
             drafter = proposer.drafter
             family = "llama" if target is None else target.model_type
             numbers = {} if target is None else numbers_of(target)
             facts = DrafterFacts(drafter, family, drafter.shape.vocab_size, numbers)
             if (reason := ENGINES[self.name].obstacle(facts)) is not None:
                 raise UserError(f"{self.name} cannot serve this drafter: {reason}")
-        return self._like.shapes[kind](proposer, self.settings)
-
-
-def kind_drafted_by(proposer: Proposer) -> str:
-    """Return the kind of a proposer's drafter; `ngram`, or empty for what no engine has."""
-    if isinstance(proposer, EagleProposer | DFlashProposer):
-        return proposer.drafter.kind
-    kinds = {DraftModelProposer: "draft_model", MedusaProposer: "medusa", NgramLookup: "ngram"}
-    return kinds.get(type(proposer), "")
+        return self._like.shapes[proposer.kind](proposer, self.settings)
 
 
 def as_in_engine(engine: ImitatedEngine, spec: str, target: Target) -> ChosenWay:
@@ -105,8 +92,8 @@ def as_in_engine(engine: ImitatedEngine, spec: str, target: Target) -> ChosenWay
     proposer = load_proposer(without_tree(spec), target, silent)
     setting = engine.shape(proposer, target.config)
     # without the settings that the engine's own replace
-    given = Given(without_tree(spec, tuple(setting)), f"{AS_IN}{engine.label}")
+    named = DrafterSpec(without_tree(spec, tuple(setting)), f"{AS_IN}{engine.label}")
     rule = engine.rule(proposer)
-    name = proposer.name + given.suffix
+    name = proposer.name + named.suffix
     shaped = load_proposer(spec, target, silent, setting)
-    return ChosenWay(name, lambda: shaped, setting, spec, given, rule)
+    return ChosenWay(name, lambda: shaped, setting, spec, named, rule)

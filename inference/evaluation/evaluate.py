@@ -210,7 +210,7 @@ def evaluate_drafters(
         log.warning("%s", why)
     check_room(prompts, target.max_positions)
     loaded, left_out = proposers_of(options, target), dict[str, str]()
-    own = [checked_proposer(one, one.name, target) for one in own]
+    own = [checked_proposer(one, target) for one in own]
     proposers = [*loaded.values(), *own]
     further_ways = tuned_and_served(options, target, left_out)
     # Everything that may fail comes before the hours of decoding.
@@ -267,7 +267,7 @@ def decode_settings(
             for figures, way in zip(entry.drafters.values(), ways, strict=True):
                 figures.kind = way.name
                 if isinstance(way, ChosenWay):
-                    figures.setting, figures.spec = way.setting, way.spec
+                    figures.setting, figures.spec = way.setting, way.drafter
             report.settings.append(entry)
     return results
 
@@ -340,7 +340,7 @@ def tuned_way(
     """Return a drafter with its tuned setting for a temperature and batch size."""
     setting = profile.setting(spec, sampling.temperature, batch)
     proposer = load_proposer(spec, target, lambda message: None, setting)
-    return ChosenWay(proposer.name, lambda: proposer, setting, spec, proposer.given)
+    return ChosenWay(proposer.name, lambda: proposer, setting, spec, proposer.spec)
 
 
 def proposers_of(options: Options, target: Target) -> dict[str, Proposer]:

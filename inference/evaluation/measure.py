@@ -22,7 +22,7 @@ from ..base.settings import Rule, Sampling
 from ..conversations.prompts import Prompt, next_turn
 from ..decode import Generation, Request, generate
 from ..metrics import batch_seconds
-from ..proposers.contract import Given, Proposer
+from ..proposers.contract import DrafterSpec, Proposer
 from ..rounds.noise import row_keys
 from ..rounds.sampling import Draws
 from ..targets.masks import with_replies
@@ -66,9 +66,9 @@ class ChosenWay:
     make: Callable[[], Proposer]
     """Returns its proposer, set up for the next batch."""
     setting: JsonObject
-    spec: str = ""
+    drafter: str = ""
     """Spec of the drafter for which the settings were chosen."""
-    given: Given | None = None
+    spec: DrafterSpec | None = None
     """Spec and suffix that it is named after, in place of `name`."""
     rule: Rule | None = None
     """Acceptance rule at T > 0, in place of the sampling's."""

@@ -23,6 +23,7 @@ from ..base.costs import (
     speedup,
 )
 from ..base.output_paths import check_json, output_json
+from .drafter_names import BASELINES
 from .figure_text import ratio_text
 from .options import SimulateOptions as Options
 from .results import DrafterFigures, read_measured
@@ -159,7 +160,7 @@ def drafts_chains(drafter: DrafterFigures) -> bool:
     if drafter.setting is not None:
         return drafter.setting.get("width", 1) == 1
     drafted = max((n for r in drafter.per_request for n, *_ in r.rounds), default=0)
-    return drafter.kind == "ngram" or drafted <= len(drafter.cond_accept)
+    return drafter.kind in BASELINES or drafted <= len(drafter.cond_accept)
 
 
 def by_load(drafts: Sequence[int]) -> list[list[int]]:

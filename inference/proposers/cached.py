@@ -6,11 +6,12 @@ vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from ...heads.layers import LayeredDrafter
 from ...heads.vocabulary import to_target
 from ..base.tree_settings import MOST, TreeSettings
 from ..kernels import operators
@@ -19,10 +20,10 @@ from ..rounds.cache import Counts, KeptCache, TreeCache
 from ..rounds.device import send
 from ..rounds.sampling import Draws
 from .contract import Prompts
-from .tree_plan import Planned, TreePlan
+from .tree_plan import DrafterT, Planned, TreePlan
 
 
-class CachedProposer(Planned):
+class CachedProposer(Planned[DrafterT]):
     """Proposer of a drafter with a cache, which lasts for one batch."""
 
     def __init__(self, settings: TreeSettings, device: torch.device) -> None:
@@ -55,21 +56,25 @@ class CachedProposer(Planned):
         self._cache = TreeCache(0, 0)
 
 
-class FeatureProposer(CachedProposer):
+LayeredT = TypeVar("LayeredT", bound=LayeredDrafter)
+
+
+class FeatureProposer(CachedProposer[LayeredT]):
     """Proposer of a drafter that reads the target's features, and may have a draft vocabulary.
 
     What a round accepts is noted in `commit`, with the target's features, and run when the drafter
-    next drafts. So between rounds the cache holds the text alone, whatever was drafted.
+    next drafts. So between rounds the cache holds the text alone.
     """
 
-    def __init__(self, drafter: Any, settings: TreeSettings, longest: int = MOST) -> None:
+    def __init__(self, drafter: LayeredT, settings: TreeSettings, longest: int = MOST) -> None:
         """Put `drafter` to work; `longest` are the levels that it has at most."""
         weight, shape = drafter.fc.weight, drafter.shape
         super().__init__(settings, weight.device)
         heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        self.takes_kernel = attention_fits(*heads, weight.dtype, weight.device)
-        """True if few nodes may be run by draftsmith's own kernel of attention."""
-        self.name, self.taps, self.drafter = drafter.kind, drafter.taps, drafter
+        # Few nodes may be run by draftsmith's own kernel of attention then.
+        self._takes_kernel = attention_fits(*heads, weight.dtype, weight.device)
+        self.name = self.kind = drafter.kind
+        self.drafter, self.taps = drafter, drafter.taps
         if drafter.borrows_head:
             # The target's rows are taken now: a compiled function finds no module that changes.
             _ = drafter.borrowed_head
@@ -79,19 +84,19 @@ class FeatureProposer(CachedProposer):
         # what else the drafter needs of them, and how many of them each row has.
         self._new: tuple[tuple[Tensor, ...], Counts] | None = None
 
-    def lay_out(self, reference: bool) -> None:
-        self.takes_kernel = self.takes_kernel and not reference
+    def prepare_weights(self, reference: bool) -> None:
+        self._takes_kernel = self._takes_kernel and not reference
 
     @property
     def _by_kernel(self) -> bool:
         # A drafter may have been moved, or been given another type, since its trial.
         weight = self.drafter.fc.weight
-        return self.takes_kernel and operators.usable(weight.device, weight.dtype)
+        return self._takes_kernel and operators.usable(weight.device, weight.dtype)
 
     def _columns(self, draws: Draws) -> Tensor | None:
         """Return the ids `[Vd]` of the draft vocabulary where drafts can be columns of it."""
-        # A greedy choice needs no logits of tokens that are never drafted. Whatever else is done
-        # with them knows tokens by their ids: penalties, noise, a plan of somebody else's.
+        # A greedy choice needs no logits of tokens that are never drafted. Penalties, noise
+        # and a plan of another class know tokens by their ids.
         greedy = draws.sampling.plain_greedy and isinstance(self.plan, TreePlan)
         return self._draft_vocab_ids if greedy else None
 

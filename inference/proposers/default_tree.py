@@ -12,9 +12,12 @@ from typing import Any, NamedTuple
 
 from ...heads.artifact import Artifact
 from ...heads.files import JsonObject
+from ...heads.layout import DrafterModule
+from ...heads.vocabulary import VocabularyMaps
 from ..base.costs import Gpu, pass_cost, speedup, tree_tokens
 from ..base.tree_settings import Ranks
 from ..targets.causal_model import CausalModel, bytes_of
+from .kind import Settings
 from .tree_plan import TreePlan, grow
 
 GROWTH = 1.25
@@ -26,7 +29,7 @@ TREES = (4, 8, 16, 26)  # drafted nodes of the trees that are considered
 class DefaultTree(NamedTuple):
     """Tree that a drafter drafts where a user names none."""
 
-    settings: dict[str, Any]
+    settings: Settings
     gain: float | None
     """Expected tokens per second over those of plain decoding; None for a tree of the artifact."""
 
@@ -47,7 +50,7 @@ def default_tree(artifact: Artifact, target: CausalModel) -> DefaultTree | None:
         return None
     found: list[DefaultTree] = []
 
-    def offer(settings: dict[str, Any], tree: Sequence[Ranks], width: int) -> None:
+    def offer(settings: Settings, tree: Sequence[Ranks], width: int) -> None:
         gain = expected_gain(artifact.drafter, target, accuracies, tree, levels, width)
         found.append(DefaultTree(settings, gain))
 
@@ -60,7 +63,7 @@ def default_tree(artifact: Artifact, target: CausalModel) -> DefaultTree | None:
 
 
 def expected_gain(
-    drafter: Any,
+    drafter: DrafterModule,
     target: CausalModel,
     accuracies: Sequence[Sequence[float]],
     tree: Sequence[Ranks],
@@ -107,16 +110,15 @@ def expected_tokens(calibration: JsonObject, plan: TreePlan) -> float | None:
     return tree_tokens(accuracies, tree)
 
 
-def draft_share(drafter: Any, target: CausalModel, levels: int) -> float:
+def draft_share(drafter: DrafterModule, target: CausalModel, levels: int) -> float:
     """Return the bytes of weights that drafts of `levels` levels read, over those of a plain pass.
 
     On a CPU a pass over few rows takes as long as reading the weights does.
     """
-    ids = getattr(drafter, "draft_vocab_ids", None)
     head = target.head_weight.nbytes
-    if ids is not None and drafter.borrows_head:
+    if isinstance(drafter, VocabularyMaps) and drafter.borrows_head and drafter.d2t is not None:
         # A part is copied in the drafter's own dtype, see `ModelHead.head_of`.
-        head = len(ids) * target.hidden_size * next(drafter.parameters()).itemsize
+        head = len(drafter.d2t) * target.hidden_size * next(drafter.parameters()).itemsize
     own, heads = drafter.bytes_read(levels)
     # Of the embedding a pass reads one row, unless the matrix is the head's too.
     embedding: Any = target.model.get_input_embeddings().weight

@@ -32,10 +32,8 @@ from .growth import Continue, Slots
 from .kind import Kind
 from .tree_plan import DEFAULT_TREE, tree_of
 
-KIND = Kind("dflash", tree=TREE_SETTINGS, own=("slots",), lookups=True)
 
-
-class DFlashProposer(FeatureProposer):
+class DFlashProposer(FeatureProposer[DFlashDrafter]):
     """Proposer of a DFlash drafter.
 
     Drafts of a block do not depend on each other. So a tree has the `nodes` likeliest paths, with
@@ -131,7 +129,7 @@ class DFlashProposer(FeatureProposer):
         state = drafter.embed(root[:, None], size)
         for index in range(drafter.shape.num_layers):
             state = drafter.layer(index, state, rotary, attend)
-        # The first draft is about position a + 1. DFlash makes it in slot 1, and has no use for the
+        # The first draft is of position a + 1. DFlash makes it in slot 1, and has no use for the
         # output of the root's slot; DSpark makes it in slot 0.
         return state[:, drafter.first_slot :]
 
@@ -168,3 +166,6 @@ def slots_of(drafter: DFlashDrafter, slots: int | None) -> int:
             f"a block of this drafter has {most} slots, not {slots}; give a smaller number"
         )
     return slots
+
+
+KIND = Kind(make_proposer, tree=TREE_SETTINGS, own=("slots",), lookups=True)

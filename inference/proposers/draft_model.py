@@ -10,10 +10,12 @@ Shapes: B rows of a batch, N tree nodes with the root, H hidden size, S position
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ...heads.artifact import Artifact
 from ...heads.draft_model import DraftModel
@@ -22,9 +24,9 @@ from ..rounds.cache import Counts, KeptCache
 from ..rounds.device import row_of, send
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree
-from ..targets.causal_model import CausalModel, bytes_of
+from ..targets.causal_model import CausalModel
 from ..targets.masks import Pass
-from ..targets.target import Target
+from ..targets.target import Target, TargetSource
 from .cached import CachedProposer
 from .contract import Accepted, Prompts
 from .growth import Level
@@ -32,11 +34,12 @@ from .kind import Kind
 from .tree_plan import DEFAULT_TREE
 
 DEFAULT_LENGTH = 4
-KIND = Kind("draft_model", tree=TREE_SETTINGS, chains=True)
 
 
-class DraftModelProposer(CachedProposer):
+class DraftModelProposer(CachedProposer[PreTrainedModel]):
     """Proposer of a draft model; it drafts a chain if not set otherwise."""
+
+    name, kind = "draft-model", "draft_model"
 
     def __init__(
         self,
@@ -51,8 +54,7 @@ class DraftModelProposer(CachedProposer):
         `vocab_size` is the target's; the draft model's may differ. Of tokens that were added to the
         target, from the id `known` on, none is drafted, and each is read as `stand_in`.
         """
-        self.name = "draft-model"
-        self.model, self._vocab_size = model, vocab_size
+        self.model, self.drafter, self._vocab_size = model, model.model, vocab_size
         # In a recording what recurrent layers keep of the last drafts would have to stay in place.
         self.traceable = not model.mixers
         self._known, self._stand_in = known, stand_in
@@ -68,7 +70,7 @@ class DraftModelProposer(CachedProposer):
 
     @property
     def weight_bytes(self) -> int:
-        return bytes_of(self.model.model) + self.model.packed_bytes
+        return super().weight_bytes + self.model.packed_bytes
 
     def prefill(self, prompts: Prompts) -> None:
         """Run the prompts, which end before the first root."""
@@ -84,8 +86,8 @@ class DraftModelProposer(CachedProposer):
         self._slots = prompts.lengths.new_zeros(0)
         self._next = Counts([1] * len(lengths), torch.ones_like(prompts.lengths))
 
-    def lay_out(self, reference: bool) -> None:
-        # Its rounding is its own affair: drafts decide about speed, not about the text.
+    def prepare_weights(self, reference: bool) -> None:
+        # Other rounding does not matter: drafts decide the speed, not the text.
         if not reference:
             self.model.fuse(move=True)
             self.model.pack()
@@ -129,7 +131,7 @@ class DraftModelProposer(CachedProposer):
         The state is the last hidden state `[B, H]`, which predicts the drafts of depth 1.
         """
         # If one row lacks the token before the root, all rows run two tokens, so that one forward
-        # pass has one shape. A row that lacks nothing begins with the root, and whatever follows is
+        # pass has one shape. A row that lacks nothing begins with the root, and what follows is
         # seen by nothing and not committed.
         count = self._cache.width(self._next, 2)
         tokens, causal = root[:, None], None
@@ -199,7 +201,7 @@ def make_proposer(artifact: Artifact, settings: TreeSettings = DEFAULT_TREE) -> 
 
 
 def load_draft_model(
-    folder: str, target: Target, settings: TreeSettings = DEFAULT_TREE
+    folder: str, target: TargetSource, settings: TreeSettings = DEFAULT_TREE
 ) -> DraftModelProposer:
     """Return the proposer of the model in `folder` for `target`.
 
@@ -207,7 +209,9 @@ def load_draft_model(
     """
     drafter = DraftModel.load(Path(folder), target.dtype, target.embedding_and_head)
     drafter.model.to(target.device)
-    return on_model(drafter, settings)
+    proposer = on_model(drafter, settings)
+    proposer.prepare_weights(isinstance(target, Target) and target.reference)
+    return proposer
 
 
 def on_model(drafter: DraftModel, settings: TreeSettings) -> DraftModelProposer:
@@ -217,3 +221,8 @@ def on_model(drafter: DraftModel, settings: TreeSettings) -> DraftModelProposer:
     known = min(drafter.added) if drafter.added else None
     stand_in = drafter.placeholder if drafter.added else 0
     return DraftModelProposer(runner, drafter.vocab_size, settings, known, stand_in)
+
+
+KIND = Kind(make_proposer, tree=TREE_SETTINGS, chains=True)
+MODEL_FOLDER = replace(KIND, make=load_draft_model, trained=False)
+"""Draft model in a Hugging Face folder: any causal language model with the target's tokenizer."""

@@ -19,7 +19,6 @@ from .growth import Continue, Level
 from .tree_plan import DEFAULT_TREE
 
 DEFAULT_WIDTH = 8
-KIND = replace(dflash.KIND, module="dspark")
 
 
 class DSparkProposer(DFlashProposer):
@@ -28,10 +27,9 @@ class DSparkProposer(DFlashProposer):
     Trees are EAGLE-2's, over the block's distributions with each node's own transition bias.
     """
 
-    drafter: DSparkDrafter
-
     def _logits(self, outputs: Tensor, root: Tensor, ids: Tensor | None) -> tuple[Tensor, Continue]:
         drafter = self.drafter
+        assert isinstance(drafter, DSparkDrafter)
         base = drafter.base_logits(outputs)
 
         # Depths count from 1, so `base[:, depth]` is the slot after that of the level's own drafts.
@@ -56,3 +54,6 @@ def make_proposer(
     if settings.width is None and tree.width is not None:
         tree = replace(tree, width=min(tree.width, DEFAULT_WIDTH))
     return DSparkProposer(artifact.drafter, tree, slots)
+
+
+KIND = replace(dflash.KIND, make=make_proposer)

@@ -32,10 +32,9 @@ from .kind import Kind
 from .tree_plan import DEFAULT_TREE
 
 DEFAULT_LENGTH, DEFAULT_WIDTH, DEFAULT_NODES = 5, 8, 25
-KIND = Kind("eagle", tree=TREE_SETTINGS, lookups=True)
 
 
-class EagleProposer(FeatureProposer):
+class EagleProposer(FeatureProposer[RecyclingDrafter]):
     """Proposer of an EAGLE drafter; it drafts a dynamic tree if not set otherwise."""
 
     def __init__(self, drafter: RecyclingDrafter, settings: TreeSettings = DEFAULT_TREE) -> None:
@@ -109,7 +108,7 @@ class EagleProposer(FeatureProposer):
         last_index = (counts.there - 1)[:, None]
         rows = torch.arange(len(tokens), device=tokens.device)
         # Output at each batch row's last position, as far as the chunks have come. The first chunk
-        # replaces these values, whatever they are.
+        # replaces these values.
         last = features[:, 0]
         for start in range(0, width, PREFILL_CHUNK):
             chunk = slice(start, min(start + PREFILL_CHUNK, width))
@@ -120,7 +119,7 @@ class EagleProposer(FeatureProposer):
             outputs = self._run(tokens[:, chunk], features[:, chunk], causal, places, count)
             self._cache.commit_chunk(start, count, counts)
             # Batch rows that ended in an earlier chunk keep the output from there. In a row that
-            # goes on past this chunk the clamped index reads a value that a later chunk replaces.
+            # continues past this chunk the clamped index reads a value that a later chunk replaces.
             last = torch.where(
                 last_index < start,
                 last,
@@ -176,3 +175,6 @@ def make_proposer(artifact: Artifact, settings: TreeSettings = DEFAULT_TREE) -> 
         least = positive("length", settings.length)
         settings = settings.or_else(nodes=max(known.get("tree_nodes", DEFAULT_NODES), least))
     return EagleProposer(artifact.drafter, settings)
+
+
+KIND = Kind(make_proposer, tree=TREE_SETTINGS, lookups=True)

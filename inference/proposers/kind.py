@@ -1,29 +1,27 @@
-"""Kinds of drafters: where a proposer is made, and which settings a user may give."""
+"""Kinds of drafters: how a proposer is made, and which settings a user may give."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...heads.artifact import own_method
 from ...heads.errors import UserError
-from ..base.tree_settings import LOOKUP_SETTINGS, TreeSettings
+from ..base.tree_settings import LOOKUP_SETTINGS, Ranks, TreeSettings
+from .contract import Proposer
 
-MADE_OF_ARTIFACT = "make_proposer"
+Setting = int | float | str | Sequence[Ranks] | None
+"""Value of a drafter's setting; only a `shape` of a tree is a sequence."""
+Settings = dict[str, Setting]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Kind of drafter: where its proposer is made, and which settings a user may give."""
+    """Kind of drafter: how its proposer is made, and which settings a user may give."""
 
-    module: str
-    """Module in `proposers/`."""
-    make: str = MADE_OF_ARTIFACT
-    """Class or function there. It takes `settings` (a `TreeSettings`) if `tree` is not empty, and
-    the settings `own` by their names. In place of it a method of another package, `module`, has
-    a `proposer_class`."""
+    make: Callable[..., Proposer]
+    """Class or function of the proposer. It takes `settings` (a `TreeSettings`) if `tree` is not
+    empty, and the settings `own` by their names; of a trained drafter, its `Artifact` first."""
     tree: tuple[str, ...] = ()
     """Fields of `TreeSettings` that it follows."""
     own: tuple[str, ...] = ()
@@ -31,20 +29,22 @@ class Kind:
     chains: bool = False
     """True if it drafts chains where no width is given."""
     lookups: bool = False
-    """True if lookups may stand in for its drafts: its state depends on what was accepted alone."""
-    needs_target: bool = False
-    """True if `make` takes the target too, as the last of its arguments without a name."""
+    """True if lookups may replace its drafts: its state depends on what was accepted alone."""
+    trained: bool = True
+    """True if it is made of an artifact."""
 
-    def split(self, drafter: str, settings: dict[str, Any]) -> dict[str, Any]:
+    def arguments(self, drafter: str, settings: Settings) -> dict[str, object]:
         """Return the arguments of `make` for a user's settings. Raises `UserError` for others."""
         if unknown := sorted(settings.keys() - set(self.known)):
             raise UserError(
                 f"drafter {drafter} has no setting {unknown[0]!r}; there are: "
                 f"{', '.join(self.known) or 'no settings'}"
             )
-        arguments = {name: value for name, value in settings.items() if name not in self.tree}
+        arguments: dict[str, object] = dict(settings)
         if self.tree:
-            tree = {name: value for name, value in settings.items() if name in self.tree}
+            tree: dict[str, Any] = {
+                name: arguments.pop(name) for name in self.tree if name in arguments
+            }
             arguments["settings"] = TreeSettings(**tree)
         return arguments
 
@@ -54,17 +54,5 @@ class Kind:
         known = [*self.tree, *self.own]
         known += ["dtype"] if self.trained else []
         known += LOOKUP_SETTINGS if self.lookups else []
-        known += ["name"] if self.make != "PlainDecoding" else []
-        return known
-
-    @property
-    def trained(self) -> bool:
-        """True if it is made of an artifact."""
-        return self.make == MADE_OF_ARTIFACT
-
-    @property
-    def maker(self) -> Callable[..., Any]:
-        """The class or function itself."""
-        if (own := own_method(self.module)) is not None:
-            return own.proposer_class
-        return getattr(importlib.import_module(f".{self.module}", __package__), self.make)
+        # Plain decoding, which has no settings, has one name in all tables.
+        return [*known, "name"] if known else []

@@ -22,15 +22,15 @@ from .kind import Kind
 from .tree_plan import DEFAULT_NODES, DEFAULT_TREE, NewestStateProposer, TreePlan, grow, tree_of
 
 DEFAULT_WIDTH = 10  # best tokens of a head that are candidates of a best-first tree
-KIND = Kind("medusa", tree=TREE_SETTINGS, lookups=True)
 
 
-class MedusaProposer(NewestStateProposer):
+class MedusaProposer(NewestStateProposer[MedusaHeads]):
     """Proposer of trees of the heads' tokens; a node's token does not depend on its parent."""
 
     def __init__(self, heads: MedusaHeads, settings: TreeSettings = DEFAULT_TREE) -> None:
         """Take trained heads. Raises `UserError` for more levels than there are heads."""
-        self.name, self.longest, self.drafter = heads.kind, heads.config.num_heads, heads
+        self.name = self.kind = heads.kind
+        self.drafter, self.longest = heads, heads.config.num_heads
         self.replan(TreePlan(settings.or_else(length=self.longest, width=DEFAULT_WIDTH)))
         if self.plan.length > self.longest:
             raise UserError(
@@ -67,3 +67,6 @@ def make_proposer(artifact: Artifact, settings: TreeSettings = DEFAULT_TREE) -> 
         settings = replace(settings, shape=best or [(0,)])  # heads may never have been right
     settings = tree_of(settings.or_else(width=DEFAULT_WIDTH), known, heads.config.num_heads)
     return MedusaProposer(heads, settings)
+
+
+KIND = Kind(make_proposer, tree=TREE_SETTINGS, lookups=True)

@@ -19,10 +19,10 @@ from ..rounds.device import send
 from ..rounds.sampling import Draws
 from ..rounds.tree import NO_NODE, DraftTree, TreeShape
 from ..targets.causal_model import CausalModel
-from .contract import Accepted, Prompts, Proposer
+from .contract import Accepted, Prompts, StaticProposer
 
 
-class PlainDecoding(Proposer):
+class PlainDecoding(StaticProposer):
     """Proposer without drafts."""
 
     name = "plain"
@@ -40,7 +40,7 @@ class PlainDecoding(Proposer):
 def copy_from(text: list[int], place: int, length: int) -> list[int]:
     """Return `length` tokens of `text` from index `place` on.
 
-    A copy that reaches the end of the text goes on with what it has copied, as LZ77 does, so that
+    A copy that reaches the end of the text continues with what it has copied, as LZ77 does, so that
     the latest occurrence of a loop predicts as much of it as the first.
     """
     copied: list[int] = []
@@ -87,7 +87,7 @@ class Ngrams:
         return [] if start is None else copy_from(self.text, start, length)
 
 
-class LookupProposer(Proposer):
+class LookupProposer(StaticProposer):
     """Proposer of a chain that is looked up for each row, at most `length` tokens.
 
     It costs no forward pass. If nothing is found for any row, the round is plain decoding.
@@ -151,7 +151,7 @@ class NgramLookup(LookupProposer):
     `UserError` for settings out of range.
     """
 
-    name = "ngram"
+    name = kind = "ngram"
 
     def __init__(self, length: int = 8, longest: int = 3, shortest: int = 1) -> None:
         span = positive("shortest", shortest), positive("longest", longest)

@@ -12,17 +12,19 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...heads.errors import UserError, first_line, out_of_memory
 from ..rounds.tree import NO_NODE, DraftTree
+from ..targets.causal_model import CausalModel
+from ..targets.target import TargetSource
 from .contract import Proposer
+from .kind import Settings
 
 CLASS = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*)")
 """`package.module:Class`."""
@@ -33,12 +35,7 @@ def is_own(name: str) -> bool:
     return CLASS.fullmatch(name) is not None
 
 
-def own_name(name: str) -> str:
-    """Return what tables call it: the class without its module."""
-    return name.rpartition(":")[2]
-
-
-def check_own(name: str, settings: dict[str, Any]) -> Any:
+def check_own(name: str, settings: Settings) -> Callable[..., object]:
     """Return the class or function that `name` stands for, which takes `settings`.
 
     Raises `UserError` for a module that cannot be imported, and settings that it does not take.
@@ -52,25 +49,25 @@ def check_own(name: str, settings: dict[str, Any]) -> Any:
         ) from error
     if "target" in settings:
         raise UserError(f"drafter {name}: target is given by draftsmith; leave it out")
-    given = dict.fromkeys(settings)
+    arguments: dict[str, object] = dict(settings)
     if "target" in signature.parameters:
-        given["target"] = None
+        arguments["target"] = None
     try:
-        signature.bind(**given)
+        signature.bind(**arguments)
     except TypeError as error:
         known = ", ".join(key for key in signature.parameters if key != "target")
         raise UserError(f"drafter {name}: {error}; it takes {known or 'no settings'}") from error
     return make
 
 
-def make_own(name: str, settings: dict[str, Any], target: Any) -> Proposer:
+def make_own(name: str, settings: Settings, target: TargetSource) -> Proposer:
     """Return the proposer `name`, made with `settings`, and with `target` if it takes one.
 
-    Raises `UserError` as `check_own` does, for any error of its code, and for anything that is no
-    `Proposer`.
+    Raises `UserError` as `check_own` does, for any error of its code, and for anything that is not
+    a `Proposer`.
     """
     make = check_own(name, settings)
-    arguments = dict(settings)
+    arguments: dict[str, object] = dict(settings)
     if "target" in inspect.signature(make).parameters:
         arguments["target"] = target
     try:
@@ -84,22 +81,15 @@ def make_own(name: str, settings: dict[str, Any], target: Any) -> Proposer:
             f"drafter {name} makes a {type(proposer).__name__}; it has to be a subclass of "
             "draftsmith.Proposer"
         )
-    return checked_proposer(with_name(proposer), name, target)
+    return checked_proposer(proposer, target, name)
 
 
 def _said(error: Exception) -> str:
-    """Return an error of somebody else's code, and how to see where it was raised."""
+    """Return an error of a user's code, and how to see where it was raised."""
     return f"{type(error).__name__}: {first_line(error)} (--debug shows where)"
 
 
-def with_name(proposer: Proposer) -> Proposer:
-    """Return a proposer, with the name of its class if it has none."""
-    if not getattr(proposer, "name", None):
-        proposer.name = type(proposer).__name__
-    return proposer
-
-
-def files_of(name: str, settings: dict[str, Any]) -> list[Path]:
+def files_of(name: str, settings: Settings) -> list[Path]:
     """Return the files that decide what a drafter does, as far as they are known.
 
     These are the module of its class, and files that its settings name, or the weights in a folder
@@ -117,11 +107,15 @@ def files_of(name: str, settings: dict[str, Any]) -> list[Path]:
     return [*([Path(source)] if source else []), *files, *weights]
 
 
-def checked_proposer(proposer: Proposer, label: str, target: Any) -> Proposer:
-    """Return a proposer, if what it declares is sound. Raises `UserError` that names `label`.
+def checked_proposer(proposer: Proposer, target: TargetSource, label: str = "") -> Proposer:
+    """Return a proposer if what it declares is sound; one without a name gets that of its class.
 
-    What its methods do is looked at in decoding: see `reported` and `wrong_tree`.
+    What its methods do is checked in decoding: see `reported` and `wrong_tree`. Raises `UserError`
+    that names `label`, or else the class.
     """
+    label = label or type(proposer).__name__
+    proposer.name = proposer.name or type(proposer).__name__
+    # A user's class may lack it.
     most = getattr(proposer, "max_drafted", None)
     if most is None:
         raise UserError(f"drafter {label} has no max_drafted, the most tokens that it drafts")
@@ -142,7 +136,7 @@ def is_users(cls: type) -> bool:
     return cls.__module__.split(".")[0] != __name__.split(".")[0]
 
 
-def wrong_tree(tree: object, root: Tensor, proposer: Proposer, target: Any) -> str | None:
+def wrong_tree(tree: object, root: Tensor, proposer: Proposer, target: CausalModel) -> str | None:
     """Return why `target` cannot verify what `proposer` drafted for `root` `[B]`, or None."""
     if not isinstance(tree, DraftTree):
         return f"propose returned {type(tree).__name__}; it has to return a DraftTree"
@@ -190,12 +184,12 @@ def reported(cls: type) -> Iterator[None]:
         raise UserError(f"{cls.__name__} failed in {where}: {_said(error)}") from error
 
 
-def class_named(name: str) -> Any:
+def class_named(name: str) -> Callable[..., object]:
     """Return the class or function that `name` stands for. Raises `UserError`."""
+    path, _, attribute = name.partition(":")
     try:
         if os.getcwd() not in sys.path and "" not in sys.path:
             sys.path.append(os.getcwd())  # a module next to which the command was started
-        path, _, attribute = name.partition(":")
         module = importlib.import_module(path)
         if hasattr(module, attribute):
             return getattr(module, attribute)

@@ -5,13 +5,12 @@ A method's module in `proposers/` is imported when a drafter of that method is l
 
 from __future__ import annotations
 
-import copy
 import difflib
-import importlib
-import importlib.util
 import logging
 import re
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,28 +23,24 @@ from ...heads.layout import place
 from ..base.settings import DTYPES, dtype_named
 from ..base.tree_settings import LOOKUP_SETTINGS, TREE_SETTINGS, TreeSettings, positive
 from ..targets.target import Target, TargetSource
-from .contract import Given as Given
-from .contract import Proposer
+from .contract import DrafterSpec, Proposer
 from .default_tree import default_tree, expected_tokens
-from .kind import Kind
+from .draft_model import MODEL_FOLDER
+from .kind import Kind, Setting, Settings
+from .ngram import NgramLookup, PlainDecoding
 from .own_drafters import check_own, checked_proposer, class_named, is_own, make_own
-from .tree_plan import TreePlan
+from .tree_plan import Planned, TreePlan
 from .with_lookup import WithLookup
 
 log = logging.getLogger(__name__)
 
 UNTRAINED = {
-    "none": Kind("ngram", "PlainDecoding"),
-    "ngram": Kind("ngram", "NgramLookup", own=("length", "longest", "shortest")),
+    "none": Kind(PlainDecoding, trained=False),
+    "ngram": Kind(NgramLookup, own=("length", "longest", "shortest"), trained=False),
 }
 """Drafters that need no training, by the name that a user gives."""
 FORMER = {"suffix": "ngram:longest=8", "lookahead": "ngram", "early-exit": "ngram"}
 """Drafters of earlier versions, and what accepts more in their place."""
-
-MODEL_FOLDER = Kind(
-    "draft_model", "load_draft_model", TREE_SETTINGS, chains=True, needs_target=True
-)
-"""Draft model in a Hugging Face folder: any causal language model with the target's tokenizer."""
 
 SPELLING = (
     f"a drafter's folder, a small model's folder, one of {', '.join(UNTRAINED)}, or "
@@ -59,14 +54,14 @@ NAME = re.compile(r"[\w.+-]{1,40}")
 """Names that a user may give to drafters."""
 
 
-def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
+def parse_spec(spec: str) -> tuple[str, Settings]:
     """Split `name[:key=value,...]` into name and settings. Raises `UserError`."""
     name, colon, rest = spec.rpartition(":")
     # A colon may belong to a path: what follows it is settings only if it looks like them. Those
     # of a drafter of another package may be paths.
     if not colon or "=" not in rest or ("/" in rest and not is_own(name)):
         return spec, {}
-    settings: dict[str, Any] = {}
+    settings: Settings = {}
     for item in rest.split(","):
         key, equals, value = item.partition("=")
         if not equals or not key.strip():
@@ -87,17 +82,17 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
 
 
 def without_tree(spec: str | Path, others: tuple[str, ...] = ()) -> str:
-    """Return `spec` with only the settings that are not about its tree, and without `others`.
+    """Return `spec` with only the settings that do not concern its tree, and without `others`.
 
     Example: `ngram:longest=5,length=9` becomes `ngram:longest=5`.
     """
     name, settings = parse_spec(str(spec))
-    about_tree = (*TREE_SETTINGS, *others)
-    rest = written({key: value for key, value in settings.items() if key not in about_tree})
+    tree = (*TREE_SETTINGS, *others)
+    rest = written({key: value for key, value in settings.items() if key not in tree})
     return f"{name}:{rest}" if rest else name
 
 
-def check_spec(spec: str | Path) -> tuple[str, dict[str, Any]]:
+def check_spec(spec: str | Path) -> tuple[str, Settings]:
     """Return name and settings of `spec`, before target and drafter are loaded.
 
     The name of a trained drafter is its folder. Raises `UserError` unless the name may be a
@@ -149,11 +144,11 @@ def refuse_own(spec: str, what: str) -> None:
         raise UserError(f"{what} knows the trees of draftsmith's own drafters only, not {name}")
 
 
-def check_name(drafter: str, name: str | None) -> None:
+def check_name(drafter: str, name: Setting) -> None:
     """Raise `UserError` for a name, given by a user, that tables cannot show."""
-    if name is not None and not NAME.fullmatch(name):
+    if name is not None and not NAME.fullmatch(str(name)):
         raise UserError(
-            f"drafter {drafter}: name={name} is no name for tables; use letters, digits, . _ - and "
+            f"drafter {drafter}: name={name} is not a valid name; use letters, digits, . _ - and "
             "+, at most 40"
         )
     if name in (*UNTRAINED, "plain"):
@@ -166,30 +161,33 @@ def kind_of(name: str) -> Kind | None:
         return UNTRAINED[name]
     if not Path(name, OWN_FILE).is_file():
         return MODEL_FOLDER if Path(name, "config.json").is_file() else None
+    return trained_kind(method_of(name))
+
+
+def method_of(folder: str) -> str:
+    """Return the method of the drafter in a folder; empty if its files do not name one."""
     try:
-        facts = read_json(Path(name, OWN_FILE))
-    except UserError:  # which the artifact's own reader explains
-        return None
-    method = str(facts.get("method")) if isinstance(facts, dict) else ""
-    return trained_kind(method)
+        facts = read_json(Path(folder, OWN_FILE))
+    except UserError:  # a draft model's folder, or a damaged file, which loading explains
+        return ""
+    method = facts.get("method") if isinstance(facts, dict) else None
+    return method if isinstance(method, str) else ""
 
 
 def trained_kind(method: str) -> Kind | None:
     """Return the kind of a method's drafters, `KIND` in its file in `proposers/`; None without."""
     if (own := own_method(method)) is not None:
-        return Kind(method, tree=own.tree_settings)
+        return Kind(own.proposer_class, tree=own.tree_settings)
     # A name with dots, from a damaged file, could import a module from anywhere.
-    name = f"{__package__}.{method}"
-    known = method.isidentifier() and importlib.util.find_spec(name)
-    return (
-        getattr(importlib.import_module(f".{method}", __package__), "KIND", None) if known else None
-    )
+    if not method.isidentifier() or find_spec(f".{method}", __package__) is None:
+        return None
+    return getattr(import_module(f".{method}", __package__), "KIND", None)
 
 
-def check_settings(kind: Kind, drafter: str, settings: dict[str, Any]) -> None:
+def check_settings(kind: Kind, drafter: str, settings: Settings) -> None:
     """Raise `UserError` for settings that no drafter of this kind can have."""
-    made = kind.split(drafter, settings)
-    made.pop("name", None)
+    arguments = kind.arguments(drafter, settings)
+    arguments.pop("name", None)
     check_drafter_dtype(settings.get("dtype"))
     for key, value in settings.items():
         if key in WHOLE_NUMBERS:
@@ -200,74 +198,83 @@ def check_settings(kind: Kind, drafter: str, settings: dict[str, Any]) -> None:
             "too, the number of last tokens that must have occurred before: lookup=4"
         )
     if kind.tree:
-        check_tree(kind, made["settings"])
+        tree = arguments["settings"]
+        if isinstance(tree, TreeSettings) and tree.shape is None:
+            # It raises for settings that exclude each other in every drafter.
+            TreePlan(tree.or_else(length=1, width=1 if kind.chains else 2))
     elif kind in UNTRAINED.values():
-        kind.maker(**made)
-
-
-def check_tree(kind: Kind, tree: TreeSettings) -> None:
-    """Raise `UserError` for settings of a tree that exclude each other, whatever the drafter is."""
-    if tree.shape is None:
-        TreePlan(tree.or_else(length=1, width=1 if kind.chains else 2))
+        kind.make(**arguments)
 
 
 def load_proposer(
     spec: str | Path,
     target: TargetSource,
     warn: Callable[[str], None],
-    tuned: dict[str, Any] | None = None,
+    tuned: Settings | None = None,
     choose: bool = False,
     inform: Callable[[str], None] = log.info,
 ) -> Proposer:
     """Return the drafter that `spec` names (see `SPELLING`), ready to work on `target`.
 
-    The settings `tuned` replace those of `spec` that are about its tree. With `choose` a trained
+    The settings `tuned` replace those of `spec` that concern its tree. With `choose` a trained
     drafter without settings drafts the tree that its artifact names for the target's device, or
     else the one that is expected to pay there, and `inform` gets a line about it (`warn`, if none
     is expected to); otherwise it drafts as it was evaluated in training. `warn` gets notices for
     the user. Raises `UserError`.
     """
-    spec = str(spec) if tuned is None else without_tree(spec)
-    name, settings = check_spec(spec)
+    text = str(spec) if tuned is None else without_tree(spec)
+    name, settings = check_spec(text)
     settings.pop("name", None)
-    named = written(settings)
+    # The settings in the proposer's name; those that a profile has chosen are not.
+    shown = {key: settings[key] for key in settings if tuned is None or key in LOOKUP_SETTINGS}
+    settings |= tuned or {}
     if is_own_drafter(name):
         if tuned is not None:
             refuse_own(name, "a profile, tune or --like")
-        own = make_own(name, settings, target)
-        own.given = Given(spec)
-        return own
-    settings |= tuned or {}
-    lookup: dict[str, Any] = {}
-    # A folder with neither file is taken for an artifact, whose errors say what is missing.
-    is_model = kind_of(name) is MODEL_FOLDER
-    if name in UNTRAINED or is_model:
-        kind = UNTRAINED.get(name, MODEL_FOLDER)
-        made_of = [*([name] if is_model else []), *([target] if kind.needs_target else [])]
+        proposer, shown = make_own(name, settings, target), {}
+    elif name in UNTRAINED:
+        kind = UNTRAINED[name]
+        proposer = kind.make(**kind.arguments(name, settings))
+    elif kind_of(name) is MODEL_FOLDER:
+        proposer = MODEL_FOLDER.make(name, target, **MODEL_FOLDER.arguments(name, settings))
     else:
-        dtype = check_drafter_dtype(settings.pop("dtype", None)) or target.dtype
-        artifact = Artifact.load(
-            name, target.fingerprint(), target.embedding_and_head_in(dtype), warn
-        )
-        place(artifact.drafter, target.device, dtype)
-        kind, made_of = kind_made_of(artifact), [artifact]
-        if kind.lookups:
-            lookup = {key: settings.pop(key) for key in LOOKUP_SETTINGS if key in settings}
-        if choose and not settings:
-            assert isinstance(target, Target)
-            settings = _default_settings(artifact, target, name, warn, inform)
-    proposer = kind.maker(*made_of, **kind.split(name, settings))
-    # Nothing else has this drafter, which was read from its files just now.
-    proposer.lay_out(isinstance(target, Target) and target.reference)
-    if lookup:
-        prior = expected_tokens(made_of[0].calibration, proposer.plan)
-        proposer = WithLookup(proposer, **lookup, prior=prior)
-    if own_method(kind.module) is not None:
-        checked_proposer(proposer, kind.module, target)
-    proposer.given = Given(spec, "" if tuned is None else ":tuned")
-    if tuned is not None:
-        named = written(lookup)
-    proposer.name += (f":{named}" if named else "") + proposer.given.suffix
+        proposer = _load_trained(name, settings, target, warn, inform if choose else None)
+    proposer.spec = DrafterSpec(text, "" if tuned is None else ":tuned")
+    proposer.name += (f":{written(shown)}" if shown else "") + proposer.spec.suffix
+    return proposer
+
+
+def _load_trained(
+    folder: str,
+    settings: Settings,
+    target: TargetSource,
+    warn: Callable[[str], None],
+    inform: Callable[[str], None] | None,
+) -> Proposer:
+    """Return the proposer of an artifact, with a lookup if the settings name one.
+
+    With `inform`, a default tree is chosen where no setting concerns the tree. Raises `UserError`.
+    """
+    dtype = check_drafter_dtype(settings.pop("dtype", None)) or target.dtype
+    lender = target.embedding_and_head_in(dtype)
+    # A folder without a drafter's files comes here too: the error says what is missing.
+    artifact = Artifact.load(folder, target.fingerprint(), lender, warn)
+    place(artifact.drafter, target.device, dtype)
+    kind = kind_made_of(artifact)
+    lookup: dict[str, Any] = {}
+    if kind.lookups:
+        lookup = {key: settings.pop(key) for key in LOOKUP_SETTINGS if key in settings}
+    if inform is not None and not settings:
+        assert isinstance(target, Target)
+        settings = _default_settings(artifact, target, folder, warn, inform)
+    made = kind.make(artifact, **kind.arguments(folder, settings))
+    proposer = checked_proposer(made, target, artifact.method)
+    if isinstance(proposer, Planned):
+        # Nothing else has this drafter, which was read from its files just now.
+        proposer.prepare_weights(isinstance(target, Target) and target.reference)
+        if lookup:
+            lookup["prior"] = expected_tokens(artifact.calibration, proposer.plan)
+            return WithLookup(proposer, **lookup)
     return proposer
 
 
@@ -277,7 +284,7 @@ def _default_settings(
     name: str,
     warn: Callable[[str], None],
     inform: Callable[[str], None],
-) -> dict[str, Any]:
+) -> Settings:
     """Return the settings of a drafter's default tree, none without; a line tells the user."""
     if (best := default_tree(artifact, target)) is None:
         return {}
@@ -294,20 +301,18 @@ def _default_settings(
     return best.settings
 
 
-def written(settings: dict[str, Any]) -> str:
+def written(settings: Settings) -> str:
     """Return settings as a user writes them: `length=4,width=1`."""
     return ",".join(f"{key}={value}" for key, value in settings.items())
 
 
-def check_drafter_dtype(name: str | None) -> torch.dtype | None:
+def check_drafter_dtype(name: Setting) -> torch.dtype | None:
     """Return the type that a drafter's setting `dtype` names, None for None. Raises `UserError`."""
     if name is None:
         return None
     if name not in DTYPES:
-        raise UserError(
-            f"dtype={name} is no type that a drafter can have; there are: {', '.join(DTYPES)}"
-        )
-    return getattr(torch, name)
+        raise UserError(f"unsupported drafter dtype {name}; choose from {', '.join(DTYPES)}")
+    return getattr(torch, str(name))
 
 
 def kind_made_of(artifact: Artifact) -> Kind:
@@ -317,15 +322,7 @@ def kind_made_of(artifact: Artifact) -> Kind:
     return kind
 
 
-def proposer_of(artifact: Artifact, **settings: Any) -> Any:
+def proposer_of(artifact: Artifact, **settings: Setting) -> Proposer:
     """Return the proposer of a loaded drafter with these settings. Raises `UserError`."""
     kind = kind_made_of(artifact)
-    return kind.maker(artifact, **kind.split(artifact.method, settings))
-
-
-def proposer_like(proposer: Proposer) -> Proposer:
-    """Return a second proposer of the same drafter and settings, for another batch meanwhile."""
-    # Both share the weights. `prefill` replaces the state of a batch, which the copy shares too.
-    twin = copy.copy(proposer)
-    twin.in_use = False
-    return twin
+    return kind.make(artifact, **kind.arguments(artifact.method, settings))

@@ -6,12 +6,12 @@ Shapes: B rows of a batch, D drafts, N tree nodes with the root, V vocabulary.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
@@ -20,7 +20,7 @@ from ..rounds.device import send
 from ..rounds.sampling import Draws
 from ..rounds.tree import NO_NODE, DraftTree, TreeShape
 from ..targets.causal_model import bytes_of
-from .contract import Accepted, Prompts, Proposer
+from .contract import Accepted, Prompts, StaticProposer
 from .growth import Continue, Level, Slots, grow_dynamic, grow_fixed
 
 # How often the child drawn first, second, .. is the accepted one, where fixed shapes have to be
@@ -39,7 +39,7 @@ class TreePlan:
     A `width` above 1 makes trees of `nodes` nodes and `length` levels. They are expanded where the
     drafter is surest (EAGLE-2, arXiv 2406.16858), except under a rule that compares distributions,
     which needs a shape fixed beforehand: that is the shape of greatest expected acceptance. `shape`
-    fixes the tree for every rule, whatever the drafter is sure of.
+    fixes the tree for every rule, whatever the drafter predicts.
     """
 
     def __init__(self, settings: TreeSettings) -> None:
@@ -163,9 +163,13 @@ def tree_of(settings: TreeSettings, calibration: JsonObject, drafts: int) -> Tre
     return replace(settings, length=length, width=nodes if width is None else width, nodes=nodes)
 
 
-class Planned(Proposer):
+DrafterT = TypeVar("DrafterT", bound=nn.Module)
+
+
+class Planned(StaticProposer, Generic[DrafterT]):
     """Proposer that drafts by a plan."""
 
+    drafter: DrafterT
     plan: TreePlan
     traceable = True
     longest: int = MOST
@@ -175,12 +179,22 @@ class Planned(Proposer):
     def weight_bytes(self) -> int:
         return bytes_of(self.drafter)
 
+    @property
+    def round_key(self) -> tuple[Hashable, ...]:
+        return *super().round_key, self.plan
+
+    def prepare_weights(self, reference: bool) -> None:
+        """Prepare the weights for decoding; nothing else may use them, nor train them afterwards.
+
+        With `reference` they stay as they are, and are run by torch's operators alone.
+        """
+
     def replan(self, plan: TreePlan) -> None:
         """Draft by another plan from the next batch on."""
         self.plan, self.max_drafted = plan, plan.nodes
 
 
-class NewestStateProposer(Planned):
+class NewestStateProposer(Planned[DrafterT]):
     """Base of proposers that read nothing of the target but its newest last state."""
 
     newest: Tensor
@@ -202,7 +216,7 @@ class NewestStateProposer(Planned):
         self.newest = self.newest[send(rows, self.newest.device)]
 
 
-def ranks_of(shape: Any) -> list[Ranks]:
+def ranks_of(shape: Sequence[Ranks]) -> list[Ranks]:
     """Return a tree given as rank tuples, such as [[0], [1], [0, 0]], in the order of its levels.
 
     Raises `UserError` for another type. `shape_of_ranks` asks for the parents.

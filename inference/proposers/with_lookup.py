@@ -3,7 +3,7 @@
 Where the last tokens of the text were in it before, the tokens that followed them there may be
 drafted; elsewhere the drafter drafts. A text that repeats itself mostly does so for more tokens
 than a trained drafter predicts. Which of the two drafts is chosen for each row and round by what
-both have given in this text. Whatever is drafted, the text shows later how many tokens a lookup
+both have given in this text. Whichever drafts, the text shows later how many tokens a lookup
 would have had right, so that every lookup is counted, used or not. A tree is counted where it was
 used.
 
@@ -12,10 +12,10 @@ Shapes: B rows of a batch, A positions, N tree nodes with the root.
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from ..base.tree_settings import positive
 from ..rounds.device import send
 from ..rounds.sampling import Draws
 from ..rounds.tree import NO_NODE, DraftTree
-from .contract import Accepted, Prompts, Proposer
+from .contract import Accepted, Prompts, Proposer, StaticProposer
 from .ngram import LookupProposer, Ngrams, copy_from
 
 DEFAULT_LENGTH = 8
@@ -35,12 +35,12 @@ MARGIN = 1.15
 that they draft better than on average where the text repeats, which is where there is a lookup."""
 PRIOR_ROUNDS = 3
 """Rounds that the held-out tokens of a drafter count for."""
-LATELY = 8
-"""Rounds over which the later ones weigh most: each new one has at least a share of 1 / LATELY."""
+WINDOW_ROUNDS = 8
+"""Rounds of the running means: a new one has at least a share of 1 / WINDOW_ROUNDS."""
 
 
 @dataclass
-class Mean:
+class RunningMean:
     """Running mean of the tokens of a round, the latest rounds first."""
 
     value: float
@@ -53,20 +53,20 @@ class Mean:
         if self.rounds == 1:
             self.value = float(tokens)
         else:
-            self.value += (tokens - self.value) / min(self.rounds, LATELY)
+            self.value += (tokens - self.value) / min(self.rounds, WINDOW_ROUNDS)
 
 
-def first_of_lookups() -> list[Mean]:
+def prior_of_lookups() -> list[RunningMean]:
     """Return the means of lookups after a match of 1, 2 to 3, 4 to 7, 8 to 15, 16 tokens and more.
 
-    Nothing is known of a text yet, so that a copy is taken to go on for half as long as it has
+    Nothing is known of a text yet, so a copy is expected to continue for half as long as it has
     lasted, like anything whose end is not known. That counts for one round.
     """
-    return [Mean(1 + 2**kind / 2, 1) for kind in range(LONGEST_MATCH.bit_length())]
+    return [RunningMean(1 + 2**kind / 2, 1) for kind in range(LONGEST_MATCH.bit_length())]
 
 
 @dataclass
-class Open:
+class PendingLookup:
     """Looked-up chain of which the text has not shown yet how much is right."""
 
     kind: int
@@ -96,13 +96,14 @@ class BetterSource(Ngrams):
     prior: float | None = None
     """Tokens of a round with a tree on held-out texts; None where they are not known: a row's first
     round then has a tree, which is counted."""
-    lookups: list[Mean] = field(default_factory=first_of_lookups)
-    _open: list[Open] = field(default_factory=list)
+    lookups: list[RunningMean] = field(default_factory=prior_of_lookups)
+    _pending: list[PendingLookup] = field(default_factory=list)
     _drafted: bool | None = None
     """True after a round with a tree, False after one with a lookup, None before the first."""
 
     def __post_init__(self) -> None:
-        self.trees = Mean(math.inf) if self.prior is None else Mean(self.prior, PRIOR_ROUNDS)
+        prior, rounds = (math.inf, 0) if self.prior is None else (self.prior, PRIOR_ROUNDS)
+        self.trees = RunningMean(prior, rounds)
         super().__init__(self.shortest, self.shortest)
 
     def extend(self, tokens: list[int]) -> None:
@@ -110,13 +111,13 @@ class BetterSource(Ngrams):
         if self._drafted:
             self.trees.add(len(tokens))
         remaining = []
-        for chain in self._open:
+        for chain in self._pending:
             right = chain.compare(tokens)
             if right is None:
                 remaining.append(chain)
             else:
                 self.lookups[chain.kind].add(right + 1)
-        self._open = remaining
+        self._pending = remaining
         super().extend(tokens)
 
     def guess(self, length: int) -> list[int]:
@@ -127,7 +128,7 @@ class BetterSource(Ngrams):
             return []
         kind = self.match(place).bit_length() - 1
         chain = copy_from(self.text, place, length)
-        self._open.append(Open(kind, chain))
+        self._pending.append(PendingLookup(kind, chain))
         if self.lookups[kind].value <= MARGIN * self.trees.value:
             return []
         self._drafted = False
@@ -142,7 +143,7 @@ class BetterSource(Ngrams):
         return most
 
 
-class WithLookup(Proposer):
+class WithLookup(StaticProposer):
     """Proposer of a drafter's trees, and of looked-up chains in their place.
 
     The last `lookup` tokens of a row are looked up, and `lookup_length` tokens drafted at most. The
@@ -152,7 +153,7 @@ class WithLookup(Proposer):
 
     Trees with probabilities are never replaced. The rules that use them would decide a chain by
     other noise than a tree, so that a text would depend on the other rows of its batch. All other
-    rules choose the same text whatever is drafted, or for each row by itself.
+    rules choose the same text for any drafts, or for each row by itself.
     """
 
     def __init__(
@@ -182,12 +183,11 @@ class WithLookup(Proposer):
     def weight_bytes(self) -> int:
         return self.trained.weight_bytes
 
-    def __copy__(self) -> WithLookup:
-        """Return a proposer for another batch: both parts have a state for each row."""
-        twin = object.__new__(WithLookup)
-        vars(twin).update(vars(self))
-        twin.trained, twin._lookup = copy.copy(self.trained), copy.copy(self._lookup)
-        return twin
+    def clone(self) -> Self:
+        clone = super().clone()
+        # Both parts have a state for each row.
+        clone.trained, clone._lookup = self.trained.clone(), self._lookup.clone()
+        return clone
 
     def prefill(self, prompts: Prompts) -> None:
         self.trained.prefill(prompts)

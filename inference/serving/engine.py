@@ -30,7 +30,6 @@ from ..base.detokenize import special_ids
 from ..base.settings import GREEDY, Sampling
 from ..decode import Request, Round, decode
 from ..proposers.contract import Proposer
-from ..proposers.registry import proposer_like
 from ..targets.target import Target
 
 log = logging.getLogger(__name__)
@@ -300,7 +299,7 @@ class Engine:
         """
         settings = jobs[0].settings
         idle = self._idle[settings.drafter]  # proposers without a batch
-        proposer = idle.pop() if idle else proposer_like(self.proposers[settings.drafter])
+        proposer = idle.pop() if idle else self.proposers[settings.drafter].clone()
         loop = decode(
             self.target,
             proposer,

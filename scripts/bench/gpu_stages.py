@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -35,7 +35,7 @@ from draftsmith.inference.base.settings import GREEDY, Sampling, TargetConfig
 from draftsmith.inference.base.tree_settings import TreeSettings
 from draftsmith.inference.decode import Generation, Request, decode, generate
 from draftsmith.inference.evaluation.measure import first_difference
-from draftsmith.inference.proposers.contract import Accepted, Prompts, Proposer
+from draftsmith.inference.proposers.contract import Accepted, Prompts, Proposer, StaticProposer
 from draftsmith.inference.proposers.dflash import DFlashProposer
 from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.proposers.medusa import MedusaProposer
@@ -183,22 +183,26 @@ def exactness(report: Report, device: torch.device, tiny: bool) -> None:
                     report.check(name, same == len(wanted), detail)
 
 
-class Replayed(Proposer):
+class Replayed(StaticProposer):
     """Proposer that drafts as `inner` does, and then puts a known text on one path of its tree.
 
     With random weights no draft would be accepted, and moving accepted paths would never be timed.
     """
 
-    def __init__(self, inner: Proposer, text: Tensor) -> None:
+    def __init__(self, inner: StaticProposer, text: Tensor) -> None:
         """`text` `[T]` holds the tokens of prompt and reply, on the device."""
         self.inner, self.text = inner, text
         self.name, self.taps, self.max_drafted = inner.name, inner.taps, inner.max_drafted
-        self.traceable, self.plan = inner.traceable, inner.plan
+        self.traceable = inner.traceable
         assert not inner.left_for_commit, "its names are looked up here"
 
     @property
     def own_cache(self) -> TreeCache | None:
         return self.inner.own_cache
+
+    @property
+    def round_key(self) -> tuple[Hashable, ...]:
+        return self.inner.round_key
 
     @property
     def weight_bytes(self) -> int:
@@ -244,7 +248,7 @@ def ready_drafter(method: str, target: Target, **settings: Any) -> Any:
     return drafter
 
 
-def ways(target: Target, tiny: bool) -> Iterator[tuple[str, Callable[[], Proposer]]]:
+def ways(target: Target, tiny: bool) -> Iterator[tuple[str, Callable[[], StaticProposer]]]:
     """Yield the names of ways to decode, and what makes their proposers."""
     drafter = partial(ready_drafter, target=target)
     nodes = 8 if tiny else 60
@@ -291,7 +295,7 @@ def graph(
         for count in (1, *nodes):
             name = f"context {context}, {f'{count} nodes' if count > 1 else 'plain'}"
             with noted(report, name):
-                proposer: Proposer = PlainDecoding()
+                proposer: StaticProposer = PlainDecoding()
                 if count > 1:
                     settings = TreeSettings(length=4 if tiny else 7, width=3 if tiny else 10)
                     proposer = EagleProposer(drafter, replace(settings, nodes=count))
@@ -363,7 +367,7 @@ def decoded(report: Report, name: str, row: dict[str, Any]) -> None:
 
 
 def measured(
-    device: torch.device, target: Target, proposer: Proposer, text: Known, floor: float
+    device: torch.device, target: Target, proposer: StaticProposer, text: Known, floor: float
 ) -> dict[str, Any]:
     """Return medians of the rounds of a proposer whose drafts are partly replaced by `text`."""
     if not isinstance(proposer, PlainDecoding):

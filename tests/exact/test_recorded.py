@@ -26,6 +26,7 @@ from draftsmith.inference.proposers.medusa import MedusaProposer
 from draftsmith.inference.proposers.ngram import NgramLookup
 from draftsmith.inference.proposers.registry import load_proposer
 from draftsmith.inference.proposers.with_lookup import WithLookup
+from draftsmith.inference.recorded import traced
 from draftsmith.inference.rounds import cache as cache_module
 from draftsmith.inference.rounds import device, noise, tree
 from draftsmith.inference.targets.target import Target, load_for_decoding
@@ -115,8 +116,8 @@ def test_requests_follow_one_another_in_one_recording(
                 texts.append([reply.token_ids for reply in replies])
             if SAMPLINGS[name].rule != "rejection":  # which keeps the distribution, not the text
                 assert texts[0] == texts[1], (way, prompts)
-        if proposer.traceable:
-            owner = proposer.owner_of_rounds(target)
+        if (part := traced(proposer)) is not None:
+            owner = part.owner_of_rounds(target)
             caches = [c for c in target.kept_cache._caches.values() if owner in c.recorded]
             assert len(tapes) == len(caches) < len(batches), (way, "one recording for each size")
 
@@ -143,7 +144,8 @@ def test_memory_read_by_a_recording_is_neither_freed_nor_moved(
             cached.cache_clear()
         gc.collect()
         assert without_times(run(target, proposer, sampling)) == expected, way
-        owner = proposer.owner_of_rounds(target)
+        part = traced(proposer)
+        owner = target if part is None else part.owner_of_rounds(target)
         rounds = [
             (cache, found)
             for cache in target.kept_cache._caches.values()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
 from collections.abc import Callable
@@ -120,7 +119,7 @@ def test_own_drafters_are_named_by_class_and_settings() -> None:
         ("ngram:length", "settings are written key=value, such as ngram:length=8"),
         ("json:JSONEncoder", "makes a JSONEncoder; it has to be a subclass of draftsmith.Proposer"),
         ("ngrams", "did you mean ngram"),
-        (f"{MODULE}:LastSeen:name=a b", "is no name for tables"),
+        (f"{MODULE}:LastSeen:name=a b", "is not a valid name"),
     ],
 )
 def test_invalid_drafter_specs_are_refused_in_one_line(
@@ -210,7 +209,7 @@ def test_copies_of_a_proposer_keep_separate_state(quickstart: Target) -> None:
     """A server decodes with copies of one proposer."""
     prompts = quickstart.tokenizer(PROMPTS).input_ids
     one = load_proposer(f"{MODULE}:LastSeen", quickstart, pytest.fail)
-    other = copy.copy(one)
+    other = one.clone()
     one.prefill(SimpleNamespace(tokens=prompts[:1]))  # type: ignore[arg-type]
     other.prefill(SimpleNamespace(tokens=prompts[1:]))  # type: ignore[arg-type]
     assert (len(vars(one)["_texts"]), len(vars(other)["_texts"])) == (1, 2)

@@ -16,10 +16,10 @@ from draftsmith.inference.evaluation.drafter_names import (
     short_name,
 )
 from draftsmith.inference.profile import key_of
+from draftsmith.inference.proposers.contract import DrafterSpec
 from draftsmith.inference.proposers.registry import (
     MODEL_FOLDER,
     UNTRAINED,
-    Given,
     load_proposer,
     trained_kind,
 )
@@ -67,9 +67,11 @@ def test_names_that_would_be_equal_say_what_differs() -> None:
     }
     for specs, labels in apart.items():
         assert list(distinct_labels(specs).values()) == labels
-    ways = [SimpleNamespace(given=Given(spec)) for spec in ("none", "d:name=x", "e:name=x")]
-    tuned: list[Any] = [SimpleNamespace(given=Given("d", ":tuned"))]
-    other: list[Any] = [SimpleNamespace(name="assisted (x)"), SimpleNamespace(name="plain")]
+    ways: list[Any] = [
+        SimpleNamespace(spec=DrafterSpec(spec)) for spec in ("none", "d:name=x", "e:name=x")
+    ]
+    tuned: list[Any] = [SimpleNamespace(spec=DrafterSpec("d", ":tuned"))]
+    other: list[Any] = [SimpleNamespace(name=name, spec=None) for name in ("assisted (x)", "plain")]
     expected = ["plain", "x", "x-2", "d:tuned", "assisted (x)", "plain-2"]
     assert distinct_names([*ways, *tuned, *other]) == expected
     # what comes behind other ways must not change their names

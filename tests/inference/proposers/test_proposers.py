@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +84,7 @@ def test_lookup_chain_replaces_the_tree_of_its_row() -> None:
 def test_a_drafter_drafts_where_nothing_is_found_and_lookups_elsewhere() -> None:
     # any proposer is a drafter to it, here one with a token a round on held-out texts
     found = WithLookup(NgramLookup(length=2, longest=1), 3, 4, 1.0)
-    twin = copy.copy(found)
+    twin = found.clone()
     draws: Any = None  # neither of the two asks for a choice
     for proposer, text, drafts in (
         (found, [5, 6, 7, 8, 9, 5, 6, 7, 8], [9, 5, 6, 7]),

@@ -6,19 +6,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.inference.proposers.with_lookup import (
-    LATELY,
     LONGEST_MATCH,
     PRIOR_ROUNDS,
+    WINDOW_ROUNDS,
     BetterSource,
-    Mean,
-    Open,
-    first_of_lookups,
+    PendingLookup,
+    RunningMean,
+    prior_of_lookups,
 )
 
 
 def test_running_mean_matches_hand_computed_values() -> None:
     """A first value of 2 that counts for three rounds, then rounds of 6, 4 tokens."""
-    mean = Mean(2.0, 3)
+    mean = RunningMean(2.0, 3)
     mean.add(6)
     assert mean.value == (3 * 2 + 6) / 4
     mean.add(4)
@@ -27,7 +27,7 @@ def test_running_mean_matches_hand_computed_values() -> None:
         mean.add(1)
     before = mean.value
     mean.add(9)
-    assert mean.value == before + (9 - before) / LATELY, "late rounds keep their weight"
+    assert mean.value == before + (9 - before) / WINDOW_ROUNDS, "late rounds keep their weight"
 
 
 def test_nothing_is_known_of_a_drafter_before_its_first_round() -> None:
@@ -36,26 +36,26 @@ def test_nothing_is_known_of_a_drafter_before_its_first_round() -> None:
     source.extend([1, 2, 1, 2, 1, 2, 1, 2])
     assert not source.guess(3)
     source.extend([1, 2])
-    assert source.trees == Mean(2.0, 1)
+    assert source.trees == RunningMean(2.0, 1)
 
 
 def test_priors_come_from_held_out_tau_and_match_length() -> None:
     """A match of 1 to 16 tokens goes on for half as many; of four it promises three in all."""
-    assert [mean.value for mean in first_of_lookups()] == [1.5, 2, 3, 5, 9]
+    assert [mean.value for mean in prior_of_lookups()] == [1.5, 2, 3, 5, 9]
     text = [1, 2, 3, 4, 9, 1, 2, 3, 4]
     for prior, used in ((2.5, True), (2.7, False)):
         source = BetterSource(1, prior)
         source.extend(text)
-        assert source.trees == Mean(prior, PRIOR_ROUNDS)
+        assert source.trees == RunningMean(prior, PRIOR_ROUNDS)
         assert bool(source.guess(3)) == used
 
 
 def test_open_chain_counts_correct_tokens_until_a_mismatch() -> None:
-    chain = Open(0, [5, 6, 7])
+    chain = PendingLookup(0, [5, 6, 7])
     assert chain.compare([5]) is None and chain.right == 1
     assert chain.compare([6, 8]) == 2
-    assert Open(0, [5, 6, 7]).compare([5, 6, 7, 8]) == 3, "all of them"
-    assert Open(0, [5, 6, 7]).compare([4]) == 0
+    assert PendingLookup(0, [5, 6, 7]).compare([5, 6, 7, 8]) == 3, "all of them"
+    assert PendingLookup(0, [5, 6, 7]).compare([4]) == 0
 
 
 def test_lookup_match_has_expected_chain_and_kind() -> None:
@@ -63,7 +63,7 @@ def test_lookup_match_has_expected_chain_and_kind() -> None:
     source = BetterSource(2)
     source.extend([9, 1, 2, 3, 4, 5, 8, 1, 2, 3])
     source.guess(4)
-    (chain,) = source._open
+    (chain,) = source._pending
     assert chain.chain == [4, 5, 8, 1] and chain.kind == 1, "three tokens are of the kind 2 to 3"
 
 
@@ -92,7 +92,7 @@ def test_lookups_that_fail_give_way_and_come_back() -> None:
         used.append(bool(source.guess(3)))
         source.extend([other, other + 100, other + 200])
     assert not any(used[-10:]) and source.trees.value > 2
-    assert source.lookups[1].value < first_of_lookups()[1].value
+    assert source.lookups[1].value < prior_of_lookups()[1].value
     source.extend([1, 2, 50])
     for _ in range(40):
         used.append(bool(source.guess(3)))
@@ -108,7 +108,7 @@ def test_a_tree_is_counted_only_where_it_was_used() -> None:
     trees = source.trees.value
     assert trees > 2
     source.extend([*range(20)])
-    source.lookups = [Mean(99.0) for _ in source.lookups]
+    source.lookups = [RunningMean(99.0) for _ in source.lookups]
     trees = source.trees.value
     assert source.guess(4)
     source.extend([7])

@@ -11,7 +11,7 @@ import pytest
 
 from draftsmith.inference.base.settings import Sampling
 from draftsmith.inference.decode import Request, decode, generate
-from draftsmith.inference.proposers.registry import load_proposer, proposer_like
+from draftsmith.inference.proposers.registry import load_proposer
 from draftsmith.inference.serving.engine import BatchSettings, Engine, Job, RequestError
 from draftsmith.inference.targets.target import Target
 from tests.conftest import QUICKSTART, by_default
@@ -39,7 +39,7 @@ def test_two_batches_of_one_drafter_in_turns_write_what_each_writes_alone(
 ) -> None:
     """A copy of a proposer shares the weights and no state, for every kind of drafter."""
     first = load_proposer(spec, quickstart, print)
-    second = proposer_like(first)
+    second = first.clone()
     prompts = prompts_of(quickstart, 5)
     batches = [prompts[:2], prompts[2:]]
     alone = [[g.token_ids for g in generate(quickstart, first, batch, 24)] for batch in batches]

@@ -81,6 +81,10 @@ class MedusaHeads(VocabularyMaps, DrafterModule):
                 "target"
             )
 
+    def chosen(self, _options: type) -> JsonObject:
+        """Return the sizes that a user chose."""
+        return asdict(self.config)
+
     def logits(self, hidden: Tensor, head: int) -> Tensor:
         """Return the logits `[..., Vd]` of head number `head` for last hidden states `[..., H]`.
 

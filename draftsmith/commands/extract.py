@@ -64,7 +64,7 @@ from ..train.data.tables import Tables, noted
 from ..train.evaluation import held_out_prompts, write_text
 from ..train.inputs import on_rank, prepared_tables, served_target
 from ..train.loop import check_before_loading
-from ..train.losses.first_weights import take_heads_before
+from ..train.losses.initialization import apply_init_from
 from ..train.methods.registry import method_for, method_named
 from ..train.parallel import load_models_whole, only_launch, time_limit
 from ..train.provenance import provenance
@@ -89,7 +89,7 @@ def run(options: Options) -> None:
     # `features.server` stays: it says where the features come from.
     config.features.store = None
     check_before_loading(config, method)
-    take_heads_before(config)
+    apply_init_from(config)
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[time_limit()])
     load_models_whole(accelerator)
     with only_launch(options.out):

@@ -18,9 +18,11 @@ from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.data.features import Features, LiveTarget
 from draftsmith.train.losses.backends import Backend
 from draftsmith.train.losses.blocks import Anchors, BlockAttention, Pair, contexts, run_blocks
-from draftsmith.train.losses.vocabulary import mask_token_for, unused
-from draftsmith.train.methods.dflash.method import BlockLoss, BlockObjective
-from draftsmith.train.methods.dspark.method import DSparkLoss, DSparkObjective
+from draftsmith.train.methods.dflash.config import BlockLoss
+from draftsmith.train.methods.dflash.loss import BlockObjective
+from draftsmith.train.methods.dflash.method import mask_token_for, unused
+from draftsmith.train.methods.dspark.config import DSparkLoss
+from draftsmith.train.methods.dspark.method import DSparkObjective
 from tests.conftest import tiny_target
 from tests.helpers.random_blocks import KINDS, random_block
 
@@ -515,7 +517,7 @@ def test_the_mask_is_a_token_that_no_text_holds_and_that_has_an_embedding() -> N
         (0, "mask_token 0 has next to no embedding"),
         (1, "mask_token 1 ends replies"),
         (7, "mask_token 7 occurs 2 times in the training replies"),
-        (9999, "mask_token 9999 is no token: the target has 291"),
+        (9999, "mask_token 9999 is not a token: the target has 291"),
     ):
         with pytest.raises(UserError, match=message):
             find(asked, 7, 8, 7)

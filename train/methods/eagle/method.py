@@ -1,4 +1,4 @@
-"""Training of EAGLE drafters; the loss is in `unrolled_loss.py`.
+"""Training of EAGLE drafters; the loss is in `losses/unrolled.py`.
 
 EAGLE-3 (arXiv 2503.01840) is unrolled over its own states; EAGLE-1 (arXiv 2401.15077) learns one
 step towards the target's next feature.
@@ -18,21 +18,21 @@ from ....heads.eagle import Eagle3Drafter, EagleDrafter, drafter_of, shape_for
 from ....heads.errors import UserError
 from ....inference.targets.target import TargetSource
 from ...data.batches import Batches
-from ...losses.first_weights import (
+from ...losses.calibration import RecyclingMethod
+from ...losses.initialization import (
+    apply_init_from,
     check_gradients_pass,
-    shape_before,
+    draft_vocabulary,
+    kept_shape,
+    random_states,
     start_uncertain,
-    take_heads_before,
 )
-from ...losses.ranks import RecyclingMethod
 from ...losses.unrolled import UnrolledObjective
-from ...losses.vocabulary import draft_vocabulary
 from ...method import FeaturesRead
 from ...outline import FROZEN, TRAINED, ConfigOnly, Outline, work_of
 from .config import EagleRun
 
 NOISE = 0.1  # of EAGLE-1's features; the taps of EAGLE-3 differ in size too much for one noise
-STATES = 64  # random states, like those of an untrained layer, by which its logits are judged
 
 
 class EagleMethod(RecyclingMethod[EagleRun, EagleDrafter]):
@@ -48,7 +48,7 @@ class EagleMethod(RecyclingMethod[EagleRun, EagleDrafter]):
         return shape.taps, eagle.CLASSES[shape.version].reads_last
 
     def resolve(self, run: EagleRun, target: ConfigOnly) -> None:
-        take_heads_before(run)
+        apply_init_from(run)
         run.objective = run.objective.resolved(run.heads.version)
         shape = shape_for(run.heads, target.config)
         run.heads = replace(
@@ -86,10 +86,9 @@ class EagleMethod(RecyclingMethod[EagleRun, EagleDrafter]):
         An untrained drafter's head starts as the target's. A drafter that is trained on keeps taps,
         vocabulary and norms, which are logged.
         """
-        if before is not None:
-            shape = shape_before(run, target, before, eagle)
-            return drafter_of(shape, target.embedding_and_head)
         shape = shape_for(run.heads, target.config)
+        if before is not None:
+            return drafter_of(kept_shape(run, before, shape), target.embedding_and_head)
         drafter = drafter_of(shape, target.embedding_and_head)
         ids = draft_vocabulary(shape.draft_vocab_size, target, batches)
         norm, tap_sizes = target.final_norm_weight(), target.tap_sizes(shape.taps)
@@ -98,9 +97,8 @@ class EagleMethod(RecyclingMethod[EagleRun, EagleDrafter]):
         # `start_uncertain` scales the final norm down. A feature loss compares states in the
         # target's own scale, and needs the target's norm as it is.
         if isinstance(drafter, Eagle3Drafter) and not loss.feature_weight:
-            generator = torch.Generator().manual_seed(run.seed)
-            states = torch.randn(STATES, shape.hidden_size, generator=generator)
-            logits = functional.linear(drafter.norm(states), first_head(drafter, target, ids))
+            states = drafter.norm(random_states(shape.hidden_size, run.seed))
+            logits = functional.linear(states, first_head(drafter, target, ids))
             start_uncertain(drafter.norm, logits)
         return drafter
 

@@ -1,4 +1,4 @@
-"""Teacher-forced ranks: places of a text's own tokens among the best drafts, and what follows.
+"""Calibration by ranks: places of a text's own tokens among the best drafts of the training pass.
 
 Shapes: S positions of a text, D drafts of a round, K best tokens of a draft, V vocabulary.
 """
@@ -24,12 +24,27 @@ from .vocabulary import VocabularyMap
 
 
 class RankedMethod(Method[RunT, DrafterT]):
-    """Base of methods whose drafters make chains and trees, calibrated by `ranks_by_root`."""
+    """Base of methods whose `teacher_forced` returns ranks, `[S, D]`."""
 
     def calibrate(self, outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> JsonObject:
-        """Return the rank accuracies of the drafter, and the tree of evaluation."""
-        calibration = rank_calibration(comparable_roots(outcomes), tree_nodes)
-        return calibration | {"length": min(DEFAULT_LENGTH, tree_nodes), "width": DEFAULT_WIDTH}
+        """Return how often the rank-r draft is right at each depth, and the tree of evaluation.
+
+        `rank_accuracy` is `[D][RANKS]`, of the roots of all replies with a token at every depth.
+        """
+        depths = outcomes[0][0].shape[1]
+        # The last roots of a text lack tokens at the deeper depths; without them the depths are
+        # comparable.
+        replies = [ranks[start : max(len(ranks) - depths, start)] for ranks, start in outcomes]
+        ranks, accuracy = torch.cat(replies), []
+        for depth in range(depths):
+            hits = [int((ranks[:, depth] == rank).sum()) for rank in range(RANKS)]
+            accuracy.append([count / max(len(ranks), 1) for count in hits])
+        known = {"rank_accuracy": accuracy, "roots": len(ranks), "tree_nodes": tree_nodes}
+        return known | self.tree_of_evaluation(depths, tree_nodes)
+
+    def tree_of_evaluation(self, depths: int, tree_nodes: int) -> JsonObject:
+        """Return the settings of the tree, of at most `tree_nodes`, that the calibration stores."""
+        return {"length": min(DEFAULT_LENGTH, tree_nodes), "width": DEFAULT_WIDTH}
 
 
 RecyclingT = TypeVar("RecyclingT", bound=RecyclingDrafter)
@@ -82,26 +97,3 @@ def ranks_by_root(
         rows = len(ids) - 2 - d
         ranks[1 : 1 + rows, d] = ranks_in(logits_of(d, rows), columns[2 + d :])
     return ranks
-
-
-def comparable_roots(texts: Sequence[tuple[Tensor, int]]) -> Tensor:
-    """Return the rows of all replies with a token at every depth, end to end: `[R, D, ..]`.
-
-    `texts` are teacher-forced tables `[S, D, ..]`, each with the start of the reply. The last roots
-    of a text lack tokens at the deeper depths; without them the depths are comparable.
-    """
-    depths = texts[0][0].shape[1]
-    return torch.cat([table[start : max(len(table) - depths, start)] for table, start in texts])
-
-
-def rank_calibration(ranks: Tensor, tree_nodes: int) -> JsonObject:
-    """Return the calibration that ranks give: how often the rank-r draft is right at each depth.
-
-    `ranks` `[R, D]` are those of `comparable_roots`. Its table `rank_accuracy` is `[D][RANKS]`;
-    `tree_nodes` is stored with it.
-    """
-    accuracy = []
-    for depth in range(ranks.shape[1]):
-        hits = [int((ranks[:, depth] == rank).sum()) for rank in range(RANKS)]
-        accuracy.append([count / max(len(ranks), 1) for count in hits])
-    return {"rank_accuracy": accuracy, "roots": len(ranks), "tree_nodes": tree_nodes}

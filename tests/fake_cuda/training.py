@@ -31,7 +31,7 @@ from draftsmith.train.config import TargetConfig
 from draftsmith.train.data.batches import collate
 from draftsmith.train.data.config import Data, Source
 from draftsmith.train.data.features import LiveTarget
-from draftsmith.train.losses import blocks, calibration, unroll
+from draftsmith.train.losses import blocks, unroll, unrolled
 from draftsmith.train.methods.dflash import method as dflash
 from draftsmith.train.methods.distill.method import runner_of
 from draftsmith.train.methods.registry import method_named
@@ -213,7 +213,7 @@ def beginnings() -> dict[str, Any]:
                 patch.object(type(target), "tap_sizes", lambda *_: (1.0, 8.0, 30.0)),
                 patch.object(type(target), "tap_sample", lambda *_: sampled),
                 patch.object(dflash, "mask_token_for", lambda *_: 3),
-                patch.object(calibration, "batch_of_text", lambda _: text),
+                patch.object(unrolled, "batch_of_text", lambda _: text),
                 patch.object(dflash, "batch_of_text", lambda _: text),
                 patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
                 torch.inference_mode(),

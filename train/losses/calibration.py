@@ -6,21 +6,16 @@ Shapes: S positions of a text, D drafts of a round, K best tokens of a draft, V 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...heads.files import JsonObject
-from ...heads.layers import RecyclingDrafter
 from ...inference.proposers.eagle import DEFAULT_LENGTH, DEFAULT_WIDTH
 from ...inference.replay import RANKS, rank_of
-from ...inference.targets.causal_model import Hidden
 from ..data.batches import Batch, collate
 from ..method import DrafterT, Method, RunT
-from .unroll import unroll
-from .vocabulary import VocabularyMap
 
 
 class RankedMethod(Method[RunT, DrafterT]):
@@ -45,25 +40,6 @@ class RankedMethod(Method[RunT, DrafterT]):
     def tree_of_evaluation(self, depths: int, tree_nodes: int) -> JsonObject:
         """Return the settings of the tree, of at most `tree_nodes`, that the calibration stores."""
         return {"length": min(DEFAULT_LENGTH, tree_nodes), "width": DEFAULT_WIDTH}
-
-
-RecyclingT = TypeVar("RecyclingT", bound=RecyclingDrafter)
-
-
-class RecyclingMethod(RankedMethod[RunT, RecyclingT]):
-    """Base of methods whose drafters continue from their own output: EAGLE drafters, MTP layers."""
-
-    @torch.no_grad()
-    def teacher_forced(
-        self, drafter: RecyclingDrafter, hidden: Hidden, ids: Tensor, steps: int = 7
-    ) -> Tensor:
-        """Return `ranks_by_root` of the training pass."""
-        taps = tuple(tap[None] for tap in hidden.taps)
-        outputs = unroll(drafter, batch_of_text(ids), taps, hidden.last[None], steps, "sdpa")
-        columns = VocabularyMap(drafter).columns(ids)
-        return ranks_by_root(
-            ids, steps, columns, lambda k, rows: drafter.logits(outputs[k][0, :rows])
-        )
 
 
 def batch_of_text(ids: Tensor) -> Batch:

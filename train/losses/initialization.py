@@ -60,25 +60,20 @@ def random_states(hidden_size: int, seed: int) -> Tensor:
     return torch.randn(STATES, hidden_size, generator=torch.Generator().manual_seed(seed))
 
 
-def special_ids(target: TargetSource) -> set[int]:
-    """Return the end tokens, without which no draft ends a reply, and all special tokens."""
+def draft_vocabulary(size: int, target: TargetSource, batches: Batches) -> Tensor | None:
+    """Return the ascending target ids `[Vd]` of a draft vocabulary of `size` tokens.
+
+    They are the special tokens, without which no draft ends a reply, and those that the target
+    writes most often in the data. None stands for all tokens of the target. Raises `UserError` for too small a size.
+    """
+    if size >= target.vocab_size:
+        return None
     special = set(target.eos_ids)
     if (tokenizer := target.tokenizer) is not None:
         tokens = [*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()]
         # A tokenizer may have more tokens than the target's embedding has rows.
         special |= {token for token in tokens if token < target.vocab_size}
-    return special
-
-
-def draft_vocabulary(size: int, target: TargetSource, batches: Batches) -> Tensor | None:
-    """Return the ascending target ids `[Vd]` of a draft vocabulary of `size` tokens.
-
-    They are those that the target writes most often in the data, and those that end its replies.
-    None stands for all tokens of the target. Raises `UserError` for too small a size.
-    """
-    if size >= target.vocab_size:
-        return None
-    return most_frequent(batches.token_counts(target.vocab_size), size, special_ids(target))
+    return most_frequent(batches.token_counts(target.vocab_size), size, special)
 
 
 def apply_init_from(run: Any) -> None:

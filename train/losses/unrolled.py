@@ -1,4 +1,4 @@
-"""Loss of EAGLE drafters and MTP layers: rows, teachers and weights of the unrolled steps.
+"""Training of EAGLE drafters and MTP layers: rows, teachers and weights of the unrolled steps.
 
 Index table (docs/objectives.md#index-tables): step k at row t reads its own state of step k - 1
 (step 0: the target's features of t) and the token x[t+1+k]; its label is x[t+2+k], its teacher
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,9 +22,13 @@ from ...distill.divergences import overlap_of_probs, sum_in_chunks
 from ...distill.settings import LABELS_ONLY
 from ...heads.layers import RecyclingDrafter
 from ...inference.rounds.device import best_of, send
+from ...inference.targets.causal_model import Hidden
 from ..data.batches import Batch
 from ..data.features import Features
+from ..method import RunT
 from ..objectives import DepthObjective, Sums, depth_metrics
+from ..outline import ConfigOnly, Outline, work_of
+from .calibration import RankedMethod, batch_of_text, ranks_by_root
 from .settings import UnrolledLoss
 from .unroll import unroll
 from .vocabulary import VocabularyMap, compared, table
@@ -125,7 +129,13 @@ class UnrolledObjective(DepthObjective):
             # Columns of the drafter's head from here on, -1 for tokens that it does not have.
             best = vocabulary.columns(best_of(target_logits))[:, None]
             columns = vocabulary.columns(labels)[:, None].expand(factors.shape)
-            kept, rest = self._kept(best[:, 0], vocabulary, hidden)
+            kept: Any = slice(None)
+            rest = None
+            # Positions without a loss need no logits of the drafter. On a GPU the host would have
+            # to wait for their number.
+            if vocabulary.reduced and hidden.device.type == "cpu" and not feature_weight:
+                kept = (best[:, 0] >= 0).nonzero()[:, 0]
+                rest = (best[:, 0] < 0).nonzero()[:, 0]
             # One teacher for all drafts about it: `[J, 1, Vd]` against `[J, D, Vd]`.
             teacher = p = p_of_rest = None
             if config.loss not in LABELS_ONLY:
@@ -157,19 +167,48 @@ class UnrolledObjective(DepthObjective):
             overlaps[rest] = overlap_of_probs(q, p_of_rest)
         return loss, losses, right, overlaps
 
-    def _kept(
-        self, best: Tensor, vocabulary: VocabularyMap, hidden: Tensor
-    ) -> tuple[Any, Tensor | None]:
-        """Return the positions that may have a loss, and the others, None if all are kept.
 
-        `best` `[J]` are the columns of the target's best tokens.
+RecyclingT = TypeVar("RecyclingT", bound=RecyclingDrafter)
+
+
+class RecyclingMethod(RankedMethod[RunT, RecyclingT]):
+    """Base of methods whose drafters continue from their own output: EAGLE drafters, MTP layers."""
+
+    @torch.no_grad()
+    def teacher_forced(
+        self, drafter: RecyclingDrafter, hidden: Hidden, ids: Tensor, steps: int = 7
+    ) -> Tensor:
+        """Return `ranks_by_root` of the training pass."""
+        taps = tuple(tap[None] for tap in hidden.taps)
+        outputs = unroll(drafter, batch_of_text(ids), taps, hidden.last[None], steps, "sdpa")
+        columns = VocabularyMap(drafter).columns(ids)
+        return ranks_by_root(
+            ids, steps, columns, lambda k, rows: drafter.logits(outputs[k][0, :rows])
+        )
+
+    def unrolled_outline(
+        self,
+        drafter: RecyclingT,
+        loss: UnrolledLoss,
+        target: ConfigOnly,
+        drafted: int,
+        operations: int,
+    ) -> Outline:
+        """Return the outline of a drafter of `drafted` tokens, for resolved settings.
+
+        `operations` are those of each number of its head: `FROZEN` or `TRAINED`.
         """
-        # Positions without a loss need no logits of the drafter. On a GPU the host would have to
-        # wait for their number.
-        on_cpu = hidden.device.type == "cpu"
-        if self.config.term_weights[0] or not vocabulary.reduced or not on_cpu:
-            return slice(None), None
-        return (best >= 0).nonzero()[:, 0], (best < 0).nonzero()[:, 0]
+        steps, hidden = loss.steps or 1, drafter.shape.hidden_size
+        return Outline(
+            drafter,
+            # Each chunk has the logits of all steps, and those of the target for all of them.
+            logit_rows=round(loss.rows_per_chunk * (steps * drafted / target.vocab_size + 1)),
+            head_operations=operations * hidden * drafted * steps,
+            **work_of(
+                drafter.layers, drafter.fc, hidden, loss.recompute, repeated=steps,
+                config=target.config,
+            ),
+        )  # fmt: skip
 
 
 class TeacherPlaces:

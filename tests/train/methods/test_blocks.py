@@ -57,15 +57,9 @@ def test_anchors_are_roots_and_weights_stop_where_the_reply_does() -> None:
         [1, 1, 0], [1, 0, 0],
         [0, 0, 0], [0, 0, 0],  # left over
     ]  # fmt: skip
-    labels, teachers = (
-        anchors.ahead(batch.ids, CPU, 1),
-        anchors.ahead(torch.arange(14)[None], CPU, 0),
-    )
-    assert labels[0, 0].tolist() == batch.ids[0, 5:8].tolist() and teachers[0, 0].tolist() == [
-        4,
-        5,
-        6,
-    ]
+    blocks, teachers, text, weights = anchors.drafts(batch.ids)
+    assert blocks.tolist() == [0, 1, 2, 3, 4, 5] and torch.equal(weights, anchors.weights[0, :6])
+    assert torch.equal(text[0], batch.ids[0, 4:8]) and teachers[0].tolist() == [4, 5, 6]
 
 
 def test_a_draft_across_a_turn_is_not_taught() -> None:

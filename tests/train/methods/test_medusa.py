@@ -25,8 +25,8 @@ from draftsmith.inference.proposers.registry import load_proposer
 from draftsmith.inference.targets.target import load_target
 from draftsmith.train.data.batches import collate
 from draftsmith.train.data.features import Features
-from draftsmith.train.losses.initialization import apply_init_from
 from draftsmith.train.losses.calibration import ranks_in
+from draftsmith.train.losses.initialization import apply_init_from
 from draftsmith.train.methods.medusa.config import MedusaLoss
 from draftsmith.train.methods.medusa.loss import MedusaObjective
 from draftsmith.train.methods.medusa.method import METHOD

@@ -37,7 +37,9 @@ from ...losses.vocabulary import VocabularyMap, compared, table
 from ...objectives import Sums, depth_metrics
 from .config import BlockLoss
 
-SMOOTHING = 0.5  # of D-PACE's chances, the paper's value
+SMOOTHING = 0.5
+"""Share of 1 in D-PACE's chances (arXiv 2605.18810), the paper's value. Without it deep positions
+learn nothing while the shallow ones are still wrong."""
 
 
 def default_gamma(block_size: int) -> float:
@@ -53,21 +55,13 @@ def survival_weights(chances: Tensor, valid: Tensor) -> Tensor:
     products and earns nothing.
 
     With c = alpha, `sum_i w_i (-log alpha_i)` has the gradient of `-(expected accepted drafts)`:
-    end-to-end TV (arXiv 2606.12370) times its number of depths. With c = `smoothed(q(x*))` and
-    cross-entropy it is D-PACE (arXiv 2605.18810).
+    end-to-end TV (arXiv 2606.12370) times its number of depths. With c = (1 - s) q(x*) + s,
+    s = `SMOOTHING`, and cross-entropy it is D-PACE.
     """
     chances = torch.where(valid, chances.detach(), 1.0)
     survived = chances.cumprod(-1) * valid
     # Sum over j >= i: a cumulative sum from the right.
     return survived.flip(-1).cumsum(-1).flip(-1) * valid
-
-
-def smoothed(chances: Tensor) -> Tensor:
-    """Return (1 - s) c + s, D-PACE's smoothing (arXiv 2605.18810), s = `SMOOTHING`.
-
-    Without it deep positions learn nothing while the shallow ones are still wrong.
-    """
-    return (1 - SMOOTHING) * chances + SMOOTHING
 
 
 class BlockObjective:
@@ -91,12 +85,11 @@ class BlockObjective:
         self._target_head, self._seed = target_head, seed
         self._drafts, size = drafter.drafts, drafter.shape.block_size
         gamma = config.gamma or default_gamma(size)
-        # Column d is draft d + 1, so the first draft has weight 1.
-        self._decay = torch.tensor([math.exp(-d / gamma) for d in range(self._drafts)])
         # Dynamic weights follow from the forward pass, but denominators are summed over all ranks
         # before it. So the loss is divided by the number of drafts that there are to weigh.
-        if config.weighting != "decay":
-            self._decay = torch.ones(self._drafts)
+        self._decay = torch.ones(self._drafts)
+        if config.weighting == "decay":  # column d is draft d + 1, so the first has weight 1
+            self._decay = torch.tensor([math.exp(-d / gamma) for d in range(self._drafts)])
 
     def anchors(self, batch: Batch) -> Anchors:
         return Anchors.drawn(batch, self.config.anchors, self._drafts, self._seed)
@@ -118,25 +111,16 @@ class BlockObjective:
         anchors = self.anchors(batch)
         context = contexts(drafter, batch, features.taps)
         outputs = run_blocks(drafter, batch, anchors.places, context, memory=config)
-        # Weights only fall within a block, so a block whose first draft has none has none at all.
-        # The index is made on the CPU, where its length is known without waiting.
-        blocks = anchors.weights[..., 0].flatten().nonzero()[:, 0]
-        device_blocks = send(blocks, device)
-        # Draft d of anchor a: the token before it x[a+d-1], the label x[a+d], the teacher p[a+d-1].
-        before = anchors.ahead(batch.ids, device, 0).flatten(0, 1)[device_blocks]
-        labels = anchors.ahead(batch.ids, device, 1).flatten(0, 1)[device_blocks]
-        # Teachers are indices into the states of all packed rows end to end: position t of row r
-        # is number r * S + t.
-        numbers = torch.arange(batch.ids.numel()).view(batch.ids.shape)
-        teachers = anchors.ahead(numbers, torch.device("cpu"), 0).flatten(0, 1)[blocks]
-        weights = send(anchors.weights.flatten(0, 1)[blocks], device)
+        blocks, teachers, *rest = anchors.drafts(batch.ids)
+        blocks, text, weights = (send(tensor, device) for tensor in (blocks, *rest))
         last = features.last.flatten(0, 1)
         # In a batch without any draft there is nothing to divide, but the denominator may be 0.
         factors = weights * send(self._decay, device) / max(denominators["drafts"], 1e-9)
         loss, *tables = sum_in_chunks(
             partial(self._chunk, drafter, VocabularyMap(drafter), last, measured),
-            drafter.state(outputs.flatten(0, 1)[device_blocks], before),
-            (teachers, labels, factors),
+            # Draft d of anchor a follows the token x[a+d-1], and has the label x[a+d].
+            drafter.state(outputs.flatten(0, 1)[blocks], text[:, :-1]),
+            (teachers, text[:, 1:], factors),
             drafter.head_parameters,
             config.rows_per_chunk,
         )
@@ -189,7 +173,8 @@ class BlockObjective:
         if config.weighting == "d-pace":
             with torch.no_grad():
                 label_logits = logits.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-                chances = smoothed((label_logits - drafts.log_sums).exp() * (labels >= 0))
+                likely = (label_logits - drafts.log_sums).exp() * (labels >= 0)
+                chances = (1 - SMOOTHING) * likely + SMOOTHING
         if config.weighting != "decay":
             assert chances is not None
             factors = factors * survival_weights(chances, factors > 0)

@@ -65,21 +65,19 @@ def forced_blocks(
     Yields the blocks' outputs `[n, D, H]`, the text's token before each draft `[n, D]` and the
     text's token in its place `[n, D]`, -1 past the end.
 
-    Example: in a text of 5 tokens, root 3 with three drafts has x3 x4 x4 before them (past the end
-    the last token is repeated, which nothing reads) and x4 -1 -1 in their places.
+    Example: in a text of 5 tokens, root 3 with three drafts has x3 x4 0 before them (past the end
+    any token does, which nothing reads) and x4 -1 -1 in their places.
     """
     length, batch = len(ids), batch_of_text(ids)
     context = contexts(drafter, batch, tuple(tap[None] for tap in hidden.taps))
-    depths = torch.arange(1, drafter.drafts + 1, device=ids.device)
+    ahead = functional.pad(ids, (0, drafter.drafts), value=-1).unfold(0, drafter.drafts + 1, 1)
     for start in range(0, length, PLACES):
         roots = torch.arange(start, min(start + PLACES, length))
         # Always as many blocks: kernels of other sizes would be compiled for each.
         padded = functional.pad(roots, (0, PLACES - len(roots)), value=length - 1)
         outputs = run_blocks(drafter, batch, padded[None], context)[0, : len(roots)]
-        positions = roots.to(ids.device)[:, None] + depths
-        labels = torch.where(positions < length, ids[positions.clamp(max=length - 1)], -1)
-        before = ids[(positions - 1).clamp(max=length - 1)]
-        yield outputs, before, labels
+        text = ahead[start : start + PLACES]
+        yield outputs, text[:, :-1].clamp(min=0), text[:, 1:]
 
 
 @torch.no_grad()

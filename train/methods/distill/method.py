@@ -33,7 +33,7 @@ from ....inference.targets.target import Target, TargetSource
 from ...data.batches import Batches
 from ...data.features import check_packing
 from ...data.rollouts import Rollouts, Writer, draft_model_texts
-from ...method import FeaturesRead, Method
+from ...method import Method
 from ...outline import TRAINED, ConfigOnly, Outline, config_at, matrix_numbers, work_of
 from .config import DistillRun
 from .loss import DistillObjective
@@ -42,13 +42,6 @@ log = logging.getLogger(__name__)
 _RUNNERS: WeakKeyDictionary[DraftModel, CausalModel] = WeakKeyDictionary()
 
 STUDIED_TEXTS = 32  # training texts by which a cut is calibrated, at most
-
-
-def _draft_model_config(config: DraftModelConfig, target: ConfigOnly) -> Any:
-    """Return the transformers config of the draft model that `make_draft_model` would make."""
-    if config.path is not None:
-        return config_at(config.path)
-    return smaller(cast(Any, target), chosen_layers(config, target.num_layers))
 
 
 def check_draft_model(draft_model: CausalModel, longest: int) -> None:
@@ -87,9 +80,6 @@ class DistillMethod(Method[DistillRun, DraftModel]):
     run_class = DistillRun
     drafter_class = DraftModel
 
-    def features_of(self, run: DistillRun, target: TargetSource | ConfigOnly) -> FeaturesRead:
-        return (), False
-
     def resolve(self, run: DistillRun, target: ConfigOnly) -> None:
         options = run.draft_model
         cut = run.init_from is None and options.path is None
@@ -97,7 +87,11 @@ class DistillMethod(Method[DistillRun, DraftModel]):
             run.draft_model = replace(options, layers=default_layers(target.num_layers))
 
     def outline(self, run: DistillRun, target: ConfigOnly) -> Outline:
-        config = _draft_model_config(run.draft_model, target)
+        options = run.draft_model
+        if options.path is not None:
+            config = config_at(options.path)
+        else:
+            config = smaller(cast(Any, target), chosen_layers(options, target.num_layers))
         model = make_causal_lm(config, dtype=torch.float32)
         drafter = DraftModel(model, None, target.vocab_size)
         head = matrix_numbers(model.get_output_embeddings())

@@ -18,7 +18,6 @@ from ....heads.eagle import Eagle3Drafter, EagleDrafter, drafter_of, shape_for
 from ....heads.errors import UserError
 from ....inference.targets.target import TargetSource
 from ...data.batches import Batches
-from ...losses.calibration import RecyclingMethod
 from ...losses.initialization import (
     apply_init_from,
     check_gradients_pass,
@@ -27,9 +26,9 @@ from ...losses.initialization import (
     random_states,
     start_uncertain,
 )
-from ...losses.unrolled import UnrolledObjective
+from ...losses.unrolled import RecyclingMethod, UnrolledObjective
 from ...method import FeaturesRead
-from ...outline import FROZEN, TRAINED, ConfigOnly, Outline, work_of
+from ...outline import FROZEN, TRAINED, ConfigOnly, Outline
 from .config import EagleRun
 
 NOISE = 0.1  # of EAGLE-1's features; the taps of EAGLE-3 differ in size too much for one noise
@@ -61,22 +60,11 @@ class EagleMethod(RecyclingMethod[EagleRun, EagleDrafter]):
         )
 
     def outline(self, run: EagleRun, target: ConfigOnly) -> Outline:
-        shape, loss = shape_for(run.heads, target.config), run.objective
-        steps = loss.resolved(shape.version).steps or 1
+        shape = shape_for(run.heads, target.config)
         drafter = drafter_of(shape, target.embedding_and_head)
-        head = shape.hidden_size * shape.draft_vocab_size
-        frozen = drafter.borrows_head or loss.freeze_head
-        each_root = (FROZEN if frozen else TRAINED) * head
-        # Each chunk has the logits of all steps, and those of the target for all of them.
-        drafted = steps * shape.draft_vocab_size / target.vocab_size
-        return Outline(
-            drafter,
-            logit_rows=round(loss.rows_per_chunk * (drafted + 1)),
-            head_operations=each_root * steps,
-            **work_of(
-                drafter.layers, drafter.fc, shape.hidden_size, loss.recompute, repeated=steps
-            ),
-        )
+        loss = run.objective.resolved(shape.version)
+        each = FROZEN if drafter.borrows_head or loss.freeze_head else TRAINED
+        return self.unrolled_outline(drafter, loss, target, shape.draft_vocab_size, each)
 
     def make_drafter(
         self, run: EagleRun, target: TargetSource, batches: Batches, before: Artifact | None
@@ -98,8 +86,11 @@ class EagleMethod(RecyclingMethod[EagleRun, EagleDrafter]):
         # target's own scale, and needs the target's norm as it is.
         if isinstance(drafter, Eagle3Drafter) and not loss.feature_weight:
             states = drafter.norm(random_states(shape.hidden_size, run.seed))
-            logits = functional.linear(states, first_head(drafter, target, ids))
-            start_uncertain(drafter.norm, logits)
+            # Not `drafter.logits`: the drafter is still on the CPU, and a target that lends it the
+            # head may be elsewhere.
+            lent = target.head_weight if ids is None else target.head_weight[ids]
+            rows = lent.to(states) if drafter.lm_head is None else drafter.lm_head.weight
+            start_uncertain(drafter.norm, functional.linear(states, rows))
         return drafter
 
     def make_objective(
@@ -165,19 +156,6 @@ def first_weights(
         # (F * Ht), and the sum has variance 1.
         input_size = 1.0 if shape.norm_taps else size
         torch.nn.init.normal_(columns, std=drafter.fc.weight.shape[1] ** -0.5 / input_size)
-
-
-def first_head(drafter: Eagle3Drafter, target: TargetSource, ids: Tensor | None) -> Tensor:
-    """Return the rows `[Vd, H]` that an untrained drafter's logits are made with, next to it.
-
-    `ids` `[Vd]` are as in `first_weights`.
-    """
-    if drafter.lm_head is not None:
-        return drafter.lm_head.weight
-    # Not `drafter.logits`: the drafter is still on the CPU, and the target that lends it the head
-    # may be elsewhere.
-    rows = target.head_weight if ids is None else target.head_weight[ids]
-    return rows.to(drafter.fc.weight)
 
 
 def freeze_head(drafter: Eagle3Drafter, norm: bool) -> None:

@@ -1,7 +1,7 @@
 """Training of MTP layers: unrolled over their own states, as engines serve them.
 
-The loss is that of EAGLE drafters (`losses/unrolled.py`). A layer that comes with its target, or with
-the model that the target was tuned from, is trained on with `--init-from`.
+The loss is that of EAGLE drafters (`losses/unrolled.py`). A layer that comes with its target, or
+with the model that the target was tuned from, is trained further with `--init-from`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from ....heads.artifact import Artifact
 from ....heads.mtp import MtpDrafter, check_layer, shape_for
 from ....inference.targets.target import TargetSource
 from ...data.batches import Batches
-from ...losses.calibration import RecyclingMethod
 from ...losses.initialization import (
     apply_init_from,
     check_gradients_pass,
@@ -22,9 +21,9 @@ from ...losses.initialization import (
     random_states,
     start_uncertain,
 )
-from ...losses.unrolled import UnrolledObjective
+from ...losses.unrolled import RecyclingMethod, UnrolledObjective
 from ...method import FeaturesRead
-from ...outline import FROZEN, ConfigOnly, Outline, work_of
+from ...outline import FROZEN, ConfigOnly, Outline
 from .config import MtpLoss, MtpRun
 
 
@@ -45,17 +44,7 @@ class MtpMethod(RecyclingMethod[MtpRun, MtpDrafter]):
         drafter = MtpDrafter(shape_for(run.heads, target.config), target.embedding_and_head)
         loss = run.objective.resolved()
         freeze(drafter, loss)
-        steps = loss.steps or 1
-        head = drafter.shape.hidden_size * drafter.shape.vocab_size
-        return Outline(
-            drafter,
-            logit_rows=loss.rows_per_chunk * (steps + 1),
-            head_operations=FROZEN * head * steps,
-            **work_of(
-                drafter.layers, drafter.fc, drafter.shape.hidden_size, loss.recompute,
-                repeated=steps, config=target.config,
-            ),
-        )  # fmt: skip
+        return self.unrolled_outline(drafter, loss, target, target.vocab_size, FROZEN)
 
     def make_drafter(
         self, run: MtpRun, target: TargetSource, batches: Batches, before: Artifact | None

@@ -29,8 +29,9 @@ class Objective(Protocol):
     (docs/objectives.md#global-denominators).
     """
 
-    taps: tuple[int, ...]
-    all_last: bool
+    taps: tuple[int, ...] = ()
+    """Taps that the drafter reads, or the loss."""
+    all_last: bool = False
     """True if the last hidden state is read at every position, false if only where a reply token
     comes next."""
 
@@ -91,7 +92,7 @@ def add_sums(into: Sums, more: Sums) -> None:
         into[name] = (total, count) if old is None else (old[0] + total, old[1] + count)
 
 
-class DepthObjective:
+class DepthObjective(Objective):
     """Base of objectives with a weight for each draft depth, the same at every root.
 
     A depth is divided by its own global count of drafts. Deep ones have fewer, and with one count
@@ -174,7 +175,6 @@ def means(sums: Sums, accelerator: Accelerator) -> dict[str, float]:
         # The other metrics are means over roots. The loss is one number for each step, of which
         # every rank holds its share, while each of them has counted the step.
         table[0, 1] /= accelerator.num_processes
-    metrics = {}
-    for name, (total, count) in zip(names, table.tolist(), strict=True):
-        metrics[name] = total / count if count else math.nan
+    pairs = zip(names, table.tolist(), strict=True)
+    metrics = {name: total / count if count else math.nan for name, (total, count) in pairs}
     return metrics | acceptance_lengths(metrics)

@@ -64,7 +64,8 @@ def draft_vocabulary(size: int, target: TargetSource, batches: Batches) -> Tenso
     """Return the ascending target ids `[Vd]` of a draft vocabulary of `size` tokens.
 
     They are the special tokens, without which no draft ends a reply, and those that the target
-    writes most often in the data. None stands for all tokens of the target. Raises `UserError` for too small a size.
+    writes most often in the data. None stands for all tokens of the target. Raises `UserError` for
+    too small a size.
     """
     if size >= target.vocab_size:
         return None
@@ -109,7 +110,7 @@ def kept_shape(run: Any, before: Artifact, expected: Any) -> Any:
     """
     shape = before.drafter.shape
     listed = ", ".join(f"{name} {value}" for name, value in asdict(run.heads).items())
-    log.info("going on from %s: %s", run.init_from, listed)
+    log.info("continuing from %s: %s", run.init_from, listed)
     for name, value in asdict(shape).items():
         if (now := getattr(expected, name)) != value:
             log.warning("the drafter keeps %s %s, though the target has %s", name, value, now)

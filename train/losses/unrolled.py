@@ -64,7 +64,6 @@ class UnrolledObjective(DepthObjective):
         denominators: dict[str, float],
         measured: bool = True,
     ) -> tuple[Tensor, Sums]:
-        """Return the loss of a batch and its metric sums, see `Objective.forward`."""
         batch, last = features.batch, features.last
         taps, noisy_last = self._disturbed(batch, features)
         outputs = unroll(drafter, batch, taps, noisy_last, self.depths, memory=self.config)
@@ -187,23 +186,16 @@ class RecyclingMethod(RankedMethod[RunT, RecyclingT]):
         )
 
     def unrolled_outline(
-        self,
-        drafter: RecyclingT,
-        loss: UnrolledLoss,
-        target: ConfigOnly,
-        drafted: int,
-        operations: int,
+        self, drafter: RecyclingT, loss: UnrolledLoss, target: ConfigOnly, head: int
     ) -> Outline:
-        """Return the outline of a drafter of `drafted` tokens, for resolved settings.
-
-        `operations` are those of each number of its head: `FROZEN` or `TRAINED`.
-        """
+        """Return a drafter's outline for resolved settings; `head` is `FROZEN` or `TRAINED`."""
         steps, hidden = loss.steps or 1, drafter.shape.hidden_size
+        drafted = target.vocab_size if drafter.d2t is None else len(drafter.d2t)
         return Outline(
             drafter,
             # Each chunk has the logits of all steps, and those of the target for all of them.
             logit_rows=round(loss.rows_per_chunk * (steps * drafted / target.vocab_size + 1)),
-            head_operations=operations * hidden * drafted * steps,
+            head_operations=head * hidden * drafted * steps,
             **work_of(
                 drafter.layers, drafter.fc, hidden, loss.recompute, repeated=steps,
                 config=target.config,

@@ -10,7 +10,6 @@ Shapes: J teacher positions, V vocabulary, Vd draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -91,12 +90,6 @@ class Drafts(NamedTuple):
     """Overlaps of both distributions; None where they were not asked for."""
     log_sums: Tensor
     """The logits less these are log-probabilities."""
-
-    @classmethod
-    def of_depths(cls, drafts: Sequence[Drafts]) -> Drafts:
-        """Return drafts `[R, D]` of the drafts `[R]` at each of D depths."""
-        columns = zip(*drafts, strict=True)
-        return cls(*(None if c[0] is None else torch.stack(c, dim=-1) for c in columns))
 
 
 def compared(

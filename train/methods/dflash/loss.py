@@ -34,17 +34,12 @@ from ...data.batches import Batch
 from ...data.features import Features
 from ...losses.blocks import Anchors, contexts, run_blocks
 from ...losses.vocabulary import VocabularyMap, compared, table
-from ...objectives import Sums, depth_metrics
+from ...objectives import Objective, Sums, depth_metrics
 from .config import BlockLoss
 
 SMOOTHING = 0.5
 """Share of 1 in D-PACE's chances (arXiv 2605.18810), the paper's value. Without it deep positions
 learn nothing while the shallow ones are still wrong."""
-
-
-def default_gamma(block_size: int) -> float:
-    """Return the length of weighting decay: half of a block's slots."""
-    return float((block_size + 1) // 2)
 
 
 def survival_weights(chances: Tensor, valid: Tensor) -> Tensor:
@@ -64,10 +59,9 @@ def survival_weights(chances: Tensor, valid: Tensor) -> Tensor:
     return survived.flip(-1).cumsum(-1).flip(-1) * valid
 
 
-class BlockObjective:
+class BlockObjective(Objective):
     """Objective of random blocks, whose drafts are weighed within each block."""
 
-    all_last = False
     reads_overlaps = False
     """True if `further_loss` needs the overlaps in every step, measured or not."""
     further_metrics: tuple[str, ...] = ()
@@ -81,21 +75,18 @@ class BlockObjective:
         seed: int = 0,
     ) -> None:
         """`target_head` maps `[..., H]` after the final norm to logits `[..., V]`."""
-        self.config, self.taps = config, drafter.taps
-        self._target_head, self._seed = target_head, seed
-        self._drafts, size = drafter.drafts, drafter.shape.block_size
-        gamma = config.gamma or default_gamma(size)
+        self.config, self.taps = config.resolved(drafter.shape.block_size), drafter.taps
+        self._target_head, self._seed, self._drafts = target_head, seed, drafter.drafts
         # Dynamic weights follow from the forward pass, but denominators are summed over all ranks
         # before it. So the loss is divided by the number of drafts that there are to weigh.
         self._decay = torch.ones(self._drafts)
-        if config.weighting == "decay":  # column d is draft d + 1, so the first has weight 1
+        if gamma := self.config.gamma:  # column d is draft d + 1, so the first has weight 1
             self._decay = torch.tensor([math.exp(-d / gamma) for d in range(self._drafts)])
 
     def anchors(self, batch: Batch) -> Anchors:
         return Anchors.drawn(batch, self.config.anchors, self._drafts, self._seed)
 
     def weights(self, batch: Batch) -> dict[str, float]:
-        """Return the sum of the weights of a batch's drafts, from masks alone."""
         weights = self.anchors(batch).weights * self._decay  # `forward` draws the same anchors
         return {"drafts": float(weights.sum(dtype=torch.float64))}
 
@@ -106,7 +97,6 @@ class BlockObjective:
         denominators: dict[str, float],
         measured: bool = True,
     ) -> tuple[Tensor, Sums]:
-        """Return the loss of a batch and its metric sums, see `Objective.forward`."""
         batch, device, config = features.batch, features.last.device, self.config
         anchors = self.anchors(batch)
         context = contexts(drafter, batch, features.taps)

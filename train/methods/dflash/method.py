@@ -42,7 +42,7 @@ from ...losses.vocabulary import VocabularyMap
 from ...method import FeaturesRead
 from ...outline import FROZEN, TRAINED, ConfigOnly, Outline, work_of
 from .config import DFlashRun
-from .loss import BlockObjective, default_gamma
+from .loss import BlockObjective
 
 log = logging.getLogger(__name__)
 
@@ -72,11 +72,10 @@ def forced_blocks(
     context = contexts(drafter, batch, tuple(tap[None] for tap in hidden.taps))
     ahead = functional.pad(ids, (0, drafter.drafts), value=-1).unfold(0, drafter.drafts + 1, 1)
     for start in range(0, length, PLACES):
-        roots = torch.arange(start, min(start + PLACES, length))
         # Always as many blocks: kernels of other sizes would be compiled for each.
-        padded = functional.pad(roots, (0, PLACES - len(roots)), value=length - 1)
-        outputs = run_blocks(drafter, batch, padded[None], context)[0, : len(roots)]
+        roots = torch.arange(start, start + PLACES).clamp(max=length - 1)
         text = ahead[start : start + PLACES]
+        outputs = run_blocks(drafter, batch, roots[None], context)[0, : len(text)]
         yield outputs, text[:, :-1].clamp(min=0), text[:, 1:]
 
 
@@ -155,11 +154,9 @@ def _fit_rows(
     tokens, masks = embedded[:, 0], embedded[:1, 1].expand(len(ids), -1)
     rows = torch.cat([context, tokens, masks])
 
-    def fit(context_value: float, token_value: float, mask_value: float) -> Tensor:
-        values = torch.tensor([context_value, token_value, mask_value], device=rows.device)
-        return linear_fit(rows, values.repeat_interleave(len(ids)))
-
-    return fit(0.0, 1.0, 1.0), fit(-1.0, 1.0, -1.0), fit(1.0, -1.0, -1.0)
+    values = torch.tensor([[0.0, 1.0, 1.0], [-1.0, 1.0, -1.0], [1.0, -1.0, -1.0]])
+    wanted = values.to(rows.device).repeat_interleave(len(ids), dim=1)
+    return linear_fit(rows, wanted[0]), linear_fit(rows, wanted[1]), linear_fit(rows, wanted[2])
 
 
 def linear_fit(rows: Tensor, wanted: Tensor) -> Tensor:
@@ -192,10 +189,6 @@ def mask_token_for(asked: int | None, target: TargetSource, batches: Batches) ->
     It is `asked` if given, else the first of `unused` that is fit. Raises `UserError` for an
     `asked` token that is not fit, and where no token is known.
     """
-    if asked is not None and not 0 <= asked < target.vocab_size:
-        raise UserError(
-            f"heads.mask_token {asked} is not a token: the target has {target.vocab_size}, from 0"
-        )
     reply_counts = batches.token_counts(target.vocab_size)
     for token in unused(target) if asked is None else [asked]:
         if (reason := unfit(token, target, reply_counts)) is None:
@@ -225,6 +218,8 @@ def unfit(token: int, target: TargetSource, counts: Tensor) -> str | None:
 
     `counts` `[V]` says how often the texts hold each token.
     """
+    if not 0 <= token < target.vocab_size:
+        return f"is not a token: the target has {target.vocab_size}, from 0"
     ids = torch.cat([torch.tensor([token]), spread_ids(target.vocab_size, 256)]).to(target.device)
     sizes = target.embedding_and_head.rows(ids).float().norm(dim=-1)
     # Norms make a small row large, but only down to their epsilon: from a row near zero all queries
@@ -278,8 +273,7 @@ class DFlashMethod(RankedMethod[DFlashRun, DFlashDrafter]):
         run.heads = replace(
             run.heads, taps=list(shape.taps), intermediate_size=shape.intermediate_size
         )
-        if run.objective.weighting == "decay" and run.objective.gamma is None:
-            run.objective = replace(run.objective, gamma=default_gamma(shape.block_size))
+        run.objective = run.objective.resolved(shape.block_size)
 
     def outline(self, run: DFlashRun, target: ConfigOnly) -> Outline:
         """Return the run's `Outline`.
@@ -309,11 +303,6 @@ class DFlashMethod(RankedMethod[DFlashRun, DFlashDrafter]):
     def make_drafter(
         self, run: DFlashRun, target: TargetSource, batches: Batches, before: Artifact | None
     ) -> DFlashDrafter:
-        """Return a drafter, see `Method.make_drafter`.
-
-        A drafter that is trained on keeps its shape, which is logged. Raises `UserError` if no mask
-        token is fit.
-        """
         if before is not None:
             mask_token = before.drafter.shape.mask_token
             warn_of_mask_token(mask_token, target, batches)

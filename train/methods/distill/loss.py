@@ -30,15 +30,12 @@ from ...data.batches import Batch
 from ...data.features import Features
 from ...losses.memory import recomputed
 from ...losses.vocabulary import compared, table
-from ...objectives import Sums, depth_metrics
+from ...objectives import Objective, Sums, depth_metrics
 from .config import DistillLoss
 
 
-class DistillObjective:
+class DistillObjective(Objective):
     """Objective of a draft model: a divergence at every row that predicts a reply token."""
-
-    taps: tuple[int, ...] = ()
-    all_last = False
 
     def __init__(self, config: DistillLoss, draft_model: CausalModel, target: TargetSource) -> None:
         self.config, self._target_head, self._draft_model = config, target.head, draft_model
@@ -59,25 +56,17 @@ class DistillObjective:
         denominators: dict[str, float],
         measured: bool = True,
     ) -> tuple[Tensor, Sums]:
-        """Return the loss of a batch and its metric sums, see `Objective.forward`."""
         batch, device = features.batch, features.last.device
         draft_model = self._draft_model
         on_device = partial(send, device=device)
         ids = on_device(batch.ids)
         # Tokens that a draft model does not have are read as its last one, as in decoding.
         known_ids = ids.clamp(max=draft_model.vocab_size - 1)
-        layers = []
-        if self.config.recompute:
-            layers = decoder_layers(draft_model.decoder, draft_model.num_layers)[1]
-        within = nullcontext
-        if draft_model.attends_in_documents:
-            within = partial(in_documents, draft_model.decoder)
-        with recomputed(layers, within):
-            packed = Pass(
-                positions=on_device(batch.positions),
-                documents=batch.documents,
-                written=batch.mask,
-            )
+        positions, decoder = on_device(batch.positions), draft_model.decoder
+        packed = Pass(positions=positions, documents=batch.documents, written=batch.mask)
+        recompute, in_masks = self.config.recompute, draft_model.attends_in_documents
+        layers = decoder_layers(decoder, draft_model.num_layers)[1] if recompute else []
+        with recomputed(layers, partial(in_documents, decoder) if in_masks else nullcontext):
             hidden = draft_model.forward(known_ids, packed).last.flatten(0, 1)
         # Found on the CPU, where their number is known without waiting.
         rows = batch.reply_run(1, 1).flatten().nonzero()[:, 0]
@@ -87,10 +76,9 @@ class DistillObjective:
         last = features.last.flatten(0, 1)
         # A row with weight has its label in its own packed row, so the remainder never wraps.
         labels = ids.flatten()[(device_rows + 1) % ids.numel()]
-        hidden = hidden[device_rows]
         loss, *tables = sum_in_chunks(
             partial(self._chunk, draft_model, last, measured),
-            hidden,
+            hidden[device_rows],
             (device_rows, labels, factors),
             draft_model.head_parameters,
             self.config.rows_per_chunk,

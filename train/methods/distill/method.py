@@ -106,10 +106,6 @@ class DistillMethod(Method[DistillRun, DraftModel]):
     def make_drafter(
         self, run: DistillRun, target: TargetSource, batches: Batches, before: Artifact | None
     ) -> DraftModel:
-        """Return the draft model that the run asks for, or the one in `before`, and log its cost.
-
-        Raises `UserError` where it cannot be made, or cannot be trained and decoded with.
-        """
         if before is not None:
             if run.draft_model != DraftModelConfig():
                 raise UserError(
@@ -140,7 +136,6 @@ class DistillMethod(Method[DistillRun, DraftModel]):
     def writer(
         self, run: DistillRun, target: Target, drafter: DraftModel
     ) -> tuple[Rollouts, Writer] | None:
-        """Return what writes rollouts of the draft model."""
         if not run.rollouts.share:
             return None
         draft_model = runner_of(drafter)

@@ -63,17 +63,12 @@ class EagleMethod(RecyclingMethod[EagleRun, EagleDrafter]):
         shape = shape_for(run.heads, target.config)
         drafter = drafter_of(shape, target.embedding_and_head)
         loss = run.objective.resolved(shape.version)
-        each = FROZEN if drafter.borrows_head or loss.freeze_head else TRAINED
-        return self.unrolled_outline(drafter, loss, target, shape.draft_vocab_size, each)
+        head = FROZEN if drafter.borrows_head or loss.freeze_head else TRAINED
+        return self.unrolled_outline(drafter, loss, target, head)
 
     def make_drafter(
         self, run: EagleRun, target: TargetSource, batches: Batches, before: Artifact | None
     ) -> EagleDrafter:
-        """Return a drafter, see `Method.make_drafter`.
-
-        An untrained drafter's head starts as the target's. A drafter that is trained on keeps taps,
-        vocabulary and norms, which are logged.
-        """
         shape = shape_for(run.heads, target.config)
         if before is not None:
             return drafter_of(kept_shape(run, before, shape), target.embedding_and_head)

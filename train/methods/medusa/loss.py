@@ -37,9 +37,6 @@ from .config import MedusaLoss
 class MedusaObjective(DepthObjective):
     """Objective of Medusa-1: the target is frozen, so decoding stays lossless relative to it."""
 
-    taps: tuple[int, ...] = ()
-    all_last = False
-
     def __init__(
         self, config: MedusaLoss, num_heads: int, target_head: Callable[[Tensor], Tensor]
     ) -> None:
@@ -54,7 +51,6 @@ class MedusaObjective(DepthObjective):
         denominators: dict[str, float],
         measured: bool = True,
     ) -> tuple[Tensor, Sums]:
-        """Return the loss of a batch and its metric sums, see `Objective.forward`."""
         last = features.last.flatten(0, 1)
         rows, teachers, text, valid = features.batch.roots(self.depths)
         valid = send(valid, last.device)
@@ -106,18 +102,19 @@ class MedusaObjective(DepthObjective):
         by_head = []
         for i in range(self.depths):
             at = index[:, i]
+            own_best, own_log_p, own_p = (None if x is None else x[at] for x in (best, log_p, p))
             own_teacher = None if teacher is None else teacher.rows(at)
-            shared = own_teacher is not None and teacher is not None and p is teacher.p
-            own_best, own_log_p, own_p = (
-                None if x is None else x[at] for x in (best, log_p, None if shared else p)
-            )
+            if measured and own_p is None and own_teacher is not None:
+                own_p = own_teacher.p
             drafts = compared(
-                name, drafter.logits(hidden, i), labels[:, i], own_best, own_log_p,
-                own_teacher.p if shared and own_teacher is not None else own_p, own_teacher,
-                overlaps=False,
+                name, drafter.logits(hidden, i), labels[:, i], own_best, own_log_p, own_p,
+                own_teacher, overlaps=False,
             )  # fmt: skip
             by_head.append(drafts)
-        return table(Drafts.of_depths(by_head), factors, measured)
+        # From tensors `[R]` of each head to tensors `[R, D]` of all heads.
+        columns = zip(*by_head, strict=True)
+        drafts = Drafts(*(None if c[0] is None else torch.stack(c, dim=-1) for c in columns))
+        return table(drafts, factors, measured)
 
 
 def distributions(
@@ -126,18 +123,16 @@ def distributions(
     """Return the target's distributions by `logits` `[R, V]`, as far as loss or metrics need them.
 
     They are the columns `[R]` of the best tokens, -1 for those that cannot be drafted; the
-    log-probabilities `[R, Vd]` that teach, or in their place what `kl` learns; and the
-    probabilities `[R, Vd]` for overlaps, which sum to less than one with a draft vocabulary.
+    log-probabilities `[R, Vd]` that teach, or in their place what `kl` learns; and, unless that has
+    them already, the probabilities `[R, Vd]` for overlaps, which sum to less than one with a draft
+    vocabulary.
     """
     best = vocabulary.columns(best_of(logits))
     log_p = teacher = p = None
     if loss not in LABELS_ONLY:
         log_p = vocabulary.teacher(loss, logits, slice(None))
-    if loss == "kl":  # whose teacher sums to one
-        assert log_p is not None
-        log_p, teacher = None, teacher_of(log_p, whole=True)
-    if measured:
-        # Without a draft vocabulary one large table is enough for both.
-        whole = teacher is not None and not vocabulary.reduced
-        p = teacher.p if teacher is not None and whole else vocabulary.probs(logits)
+        if loss == "kl":  # whose teacher sums to one
+            log_p, teacher = None, teacher_of(log_p, whole=True)
+    if measured and (teacher is None or vocabulary.reduced):
+        p = vocabulary.probs(logits)
     return best, log_p, teacher, p

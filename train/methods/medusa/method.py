@@ -64,11 +64,6 @@ class MedusaMethod(RankedMethod[MedusaRun, MedusaHeads]):
     def make_drafter(
         self, run: MedusaRun, target: TargetSource, batches: Batches, before: Artifact | None
     ) -> MedusaHeads:
-        """Return heads, see `Method.make_drafter`.
-
-        An untrained head starts as the target's own rows of the tokens that it drafts, scaled by
-        `SURENESS`.
-        """
         sizes = target.hidden_size, target.vocab_size, target.embedding_and_head
         if before is not None:
             return MedusaHeads(before.drafter.config, *sizes)

@@ -44,7 +44,7 @@ class MtpMethod(RecyclingMethod[MtpRun, MtpDrafter]):
         drafter = MtpDrafter(shape_for(run.heads, target.config), target.embedding_and_head)
         loss = run.objective.resolved()
         freeze(drafter, loss)
-        return self.unrolled_outline(drafter, loss, target, target.vocab_size, FROZEN)
+        return self.unrolled_outline(drafter, loss, target, FROZEN)
 
     def make_drafter(
         self, run: MtpRun, target: TargetSource, batches: Batches, before: Artifact | None

@@ -30,11 +30,11 @@ from ..inference.targets.target import resolve_device
 from .config import RunConfig, divided
 from .method import AnyMethod
 from .outline import (
-    ConfigOnly,
-    Work,
+    MetaTarget,
+    StepWork,
+    active_numbers,
     config_at,
-    outlined,
-    passed_through,
+    meta_outline,
     target_of_run,
     widths,
 )
@@ -56,7 +56,7 @@ MOST_MEMORY = 2.0  # a run may need, as a multiple of what there is: the estimat
 
 
 @dataclass(frozen=True)
-class RunSizes(Work):
+class RunSizes(StepWork):
     """Sizes of a target and its drafter that the arithmetic needs, and the work to train it."""
 
     hidden: int
@@ -151,7 +151,7 @@ def shape_of(method: AnyMethod, config: RunConfig) -> RunSizes:
     Raises `UserError` where the target has no config that can be read.
     """
     model_config = config_at(config.target.path, config.target.trust_remote_code)
-    target = ConfigOnly(model_config)
+    target = MetaTarget(model_config)
     with torch.device("meta"):
         model = make_causal_lm(model_config)
     parts: defaultdict[str, float] = defaultdict(float)
@@ -160,13 +160,13 @@ def shape_of(method: AnyMethod, config: RunConfig) -> RunSizes:
             parts[found[0]] += widths([(name, parameter)], target.config)
     ends = torch.nn.ModuleList([model.get_input_embeddings(), model.get_output_embeddings()])
     taps, all_last = method.features_of(config, target)
-    outline = outlined(method, config, target)
+    outline = meta_outline(method, config, target)
     parameters = list(outline.drafter.parameters())
     muon = hidden_matrices(outline.drafter) if config.optim.optimizer == "muon" else []
     return RunSizes(
         target.config.hidden_size,
         count_of(model.parameters()),
-        round(sum(n for _, n in passed_through(model.named_parameters(), target.config))),
+        round(sum(n for _, n in active_numbers(model.named_parameters(), target.config))),
         target.vocab_size, count_of(parameters), len(taps), all_last, target.num_layers,
         frozen_params=count_of(p for p in parameters if not p.requires_grad),
         muon_params=count_of(muon),
@@ -174,7 +174,7 @@ def shape_of(method: AnyMethod, config: RunConfig) -> RunSizes:
         ends_params=count_of(ends.parameters()),
         widest=max(parts.values(), default=0),
         mask_bytes=TARGET_BYTES if has_window(target.config) else 0,
-        **{f.name: getattr(outline, f.name) for f in fields(Work)},
+        **{f.name: getattr(outline, f.name) for f in fields(StepWork)},
     )  # fmt: skip
 
 
@@ -282,7 +282,7 @@ def facts_before(run: RunConfig, method: AnyMethod) -> DrafterFacts:
     if run.init_from is not None:
         return drafter_facts(load_alone(run.init_from))
     target = target_of_run(run)
-    drafter = outlined(method, run, target).drafter
+    drafter = meta_outline(method, run, target).drafter
     return DrafterFacts(
         str(drafter.kind), drafter, target.config.model_type, target.vocab_size,
         numbers_of(target.config),

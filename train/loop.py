@@ -42,7 +42,7 @@ from .inputs import inputs_of
 from .log_lines import check_tracker, evaluation_line, start_tracker, step_line, track
 from .method import AnyMethod
 from .objectives import Sums, add_sums, means
-from .outline import ConfigOnly, target_of_run
+from .outline import MetaTarget, target_of_run
 from .parallel import (
     end_training,
     engine_of,
@@ -81,7 +81,7 @@ def train(run: RunConfig, method: AnyMethod, callbacks: Sequence[Callback] = ())
 def _train(
     run: RunConfig,
     method: AnyMethod,
-    target: ConfigOnly,
+    target: MetaTarget,
     accelerator: Accelerator,
     callbacks: Sequence[Callback],
 ) -> Path:
@@ -221,7 +221,7 @@ def check_beginning(init_from: str, method: AnyMethod) -> None:
         )
 
 
-def check_with_target(run: RunConfig, method: AnyMethod, ranks: int) -> ConfigOnly:
+def check_with_target(run: RunConfig, method: AnyMethod, ranks: int) -> MetaTarget:
     """Resolve the run for its target, and return the target's config; no weights are read.
 
     Raises `UserError` for settings that do not fit the target, such as packed rows that are longer

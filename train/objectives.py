@@ -156,7 +156,7 @@ def acceptance_lengths(metrics: dict[str, float]) -> dict[str, float]:
     """
     if "surv@1" not in metrics:
         return {}
-    by_depth = [value for key, value in metrics.items() if key.startswith("surv@")]
+    by_depth = (value for key, value in metrics.items() if key.startswith("surv@"))
     # A depth without roots has a mean of NaN.
     return {"tau_rows": 1 + sum(value for value in by_depth if not math.isnan(value))}
 

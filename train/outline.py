@@ -27,7 +27,7 @@ LEFT_OF_A_PASS, LEFT_OF_A_LAYER = 3.0, 0.7  # states that stay where the others 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class StepWork:
     """Amount of work in training a drafter, and what its passes keep in memory.
 
     Operations are those of the matrices. Attention is left out, as usual; the logits of the target,
@@ -60,13 +60,13 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Outline(Work):
+class Outline(StepWork):
     """Drafter of a run on the meta device, and the amount of work in training it."""
 
     drafter: nn.Module
 
 
-class ConfigOnly(ConfigFacts):
+class MetaTarget(ConfigFacts):
     """Config of a target, under the attributes of a target that methods read."""
 
     def __init__(self, config: Any) -> None:
@@ -81,7 +81,7 @@ class ConfigOnly(ConfigFacts):
         )
 
 
-def outlined(method: Any, config: Any, target: ConfigOnly) -> Outline:
+def meta_outline(method: Any, config: Any, target: MetaTarget) -> Outline:
     """Return the run's drafter on the meta device, and the amount of its work in training.
 
     Raises `UserError` for heads that do not fit the target.
@@ -102,7 +102,7 @@ def widths(named: Iterable[tuple[str, Tensor]], config: Any = None) -> float:
     says how many of its experts a token passes through.
     """
     total = 0.0
-    for parameter, count in passed_through(named, config):
+    for parameter, count in active_numbers(named, config):
         if parameter.ndim > 1:
             rows, columns = parameter.shape[-2:]
             total += count / (rows * columns) * (rows + columns)
@@ -118,7 +118,7 @@ def work_of(
     repeated: int = 1,
     config: Any = None,
 ) -> dict[str, Any]:
-    """Return those values of `Work` that follow from the matrices of a drafter's `layers`.
+    """Return those values of `StepWork` that follow from the matrices of a drafter's `layers`.
 
     They run over the positions `repeated` times, each time over `passes` rows for one position;
     `once` reads the features before that. With `recompute` some states of `hidden` numbers are left
@@ -128,7 +128,7 @@ def work_of(
     left = hidden * max(LEFT_OF_A_PASS, LEFT_OF_A_LAYER * len(layers)) if recompute else whole
     each = sum(
         count * ((TRAINED if parameter.requires_grad else FROZEN) + FORWARD * recompute)
-        for parameter, count in passed_through(layers.named_parameters(), config)
+        for parameter, count in active_numbers(layers.named_parameters(), config)
         if parameter.ndim > 1
     )
     features = [] if once is None else [*once.named_parameters()]
@@ -143,7 +143,7 @@ def work_of(
     }
 
 
-def passed_through(
+def active_numbers(
     named: Iterable[tuple[str, Tensor]], config: Any
 ) -> Iterator[tuple[Tensor, float]]:
     """Yield parameters, each with how many of its numbers a token passes through.
@@ -170,8 +170,8 @@ def config_at(path: str, trust: bool = False) -> Any:
         return read_config(path, trust)
 
 
-def target_of_run(run: RunConfig) -> ConfigOnly:
+def target_of_run(run: RunConfig) -> MetaTarget:
     """Return the config of a run's target, or of its feature store. Raises `UserError`."""
     path, store = run.target.path, run.features.store
     where = path if store is None else str(Path(store, "target"))
-    return ConfigOnly(config_at(where, run.target.trust_remote_code))
+    return MetaTarget(config_at(where, run.target.trust_remote_code))

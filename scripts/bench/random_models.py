@@ -27,7 +27,7 @@ from draftsmith.train.data.features import Features
 from draftsmith.train.methods.eagle.method import first_weights
 from draftsmith.train.methods.registry import method_named
 from draftsmith.train.objectives import TrainingModule
-from draftsmith.train.outline import ConfigOnly
+from draftsmith.train.outline import MetaTarget
 
 CONFIGS = Path(__file__).parents[2] / "train" / "planning" / "targets"
 TINY = {
@@ -131,7 +131,7 @@ def training_operations(method: str, target: Target, drafter: Any, batch: Batch)
     else:
         for name, value in drafter.chosen(type(run.heads)).items():
             setattr(run.heads, name, value)
-    work = known.outline(run, ConfigOnly(target.config))
+    work = known.outline(run, MetaTarget(target.config))
     written = float(batch.mask.float().mean())
     return batch.ids.numel() * work.training_operations(written)
 

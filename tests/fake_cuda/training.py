@@ -212,7 +212,7 @@ def beginnings() -> dict[str, Any]:
             with (
                 patch.object(type(target), "tap_sizes", lambda *_: (1.0, 8.0, 30.0)),
                 patch.object(type(target), "tap_sample", lambda *_: sampled),
-                patch.object(dflash, "mask_token_for", lambda *_: 3),
+                patch.object(dflash, "choose_mask_token", lambda *_: 3),
                 patch.object(unrolled, "batch_of_text", lambda _: text),
                 patch.object(dflash, "batch_of_text", lambda _: text),
                 patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),

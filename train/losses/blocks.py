@@ -59,7 +59,7 @@ class Anchors:
 
         None is drawn twice; a row with fewer roots leaves anchors over, which keep the shapes fixed
         and have no weight: with the roots 1, 3 and 4 and `count` 5 the anchors are 1 3 4 4 4. The
-        draw is a pure function of seed and the row's place in the data, whatever the ranks:
+        draw is a pure function of seed and the row's place in the data, not of the ranks:
         `BlockObjective` draws twice for one batch and has to get the same.
         """
         # R(a .. a + 1): the target wrote the root and the token that the first draft is about.

@@ -40,7 +40,7 @@ def is_centred(norm: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def start_uncertain(norm: nn.Module, logits: Tensor, spread: float = 1.0) -> None:
+def shrink_logits(norm: nn.Module, logits: Tensor, spread: float = 1.0) -> None:
     """Scale an untrained drafter's final norm down until its logits are small.
 
     `logits` `[..., V]` are a sample of what the drafter computes so far; afterwards their standard
@@ -49,7 +49,7 @@ def start_uncertain(norm: nn.Module, logits: Tensor, spread: float = 1.0) -> Non
     at 36, far above log V, and the first hundred steps had to unlearn that.
     """
     deviation = logits.float().std(-1).square().mean().sqrt()
-    # Only down: small logits are no harm to an untrained drafter.
+    # Only down: small logits do not harm an untrained drafter.
     weight, offset = norm.get_parameter("weight"), float(is_centred(norm))
     factor = (spread / deviation).clamp(max=1.0).to(weight)
     weight.copy_((weight + offset) * factor - offset)

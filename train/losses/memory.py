@@ -31,7 +31,7 @@ def recomputing(function: Callable[..., Any]) -> Callable[..., Any]:
 def recomputed(
     layers: Iterable[nn.Module], within: Callable[[], AbstractContextManager[None]] = nullcontext
 ) -> Iterator[None]:
-    """Make each of the layers `recomputing` within this context, whatever mode the model is in.
+    """Make each of the layers `recomputing` within this context, in any mode of the model.
 
     Both runs of a layer are in a context of `within`; the second comes after this one has ended.
     """

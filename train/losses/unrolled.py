@@ -27,11 +27,11 @@ from ..data.batches import Batch
 from ..data.features import Features
 from ..method import RunT
 from ..objectives import DepthObjective, Sums, depth_metrics
-from ..outline import ConfigOnly, Outline, work_of
+from ..outline import MetaTarget, Outline, work_of
 from .calibration import RankedMethod, batch_of_text, ranks_by_root
 from .settings import UnrolledLoss
 from .unroll import unroll
-from .vocabulary import VocabularyMap, compared, table
+from .vocabulary import VocabularyMap, compare_drafts, table
 
 NOISE_LENGTH = 512  # length of a document in which the noise has the size that it is given
 
@@ -90,7 +90,7 @@ class UnrolledObjective(DepthObjective):
         """Return taps and last state with uniform noise.
 
         It lies in +-`noise` * 512 / document length. It is a pure function of seed and place
-        in the data, whatever the ranks.
+        in the data, on any number of ranks.
         """
         if not self._noise:
             return features.taps, features.last
@@ -142,7 +142,7 @@ class UnrolledObjective(DepthObjective):
             if measured:
                 p = vocabulary.probs(target_logits)[:, None]
                 p, p_of_rest = p[kept], None if rest is None else p[rest]
-        drafts = compared(
+        drafts = compare_drafts(
             config.loss, drafter.logits(hidden[kept]), columns[kept], best[kept], teacher, p,
             overlaps=False,
         )  # fmt: skip
@@ -186,7 +186,7 @@ class RecyclingMethod(RankedMethod[RunT, RecyclingT]):
         )
 
     def unrolled_outline(
-        self, drafter: RecyclingT, loss: UnrolledLoss, target: ConfigOnly, head: int
+        self, drafter: RecyclingT, loss: UnrolledLoss, target: MetaTarget, head: int
     ) -> Outline:
         """Return a drafter's outline for resolved settings; `head` is `FROZEN` or `TRAINED`."""
         steps, hidden = loss.steps or 1, drafter.shape.hidden_size

@@ -2,7 +2,7 @@
 
 One rule holds for a token of the target that is not in the draft vocabulary. Its column is -1. As
 the target's best token it makes the draft a miss in the metrics, and the draft has no loss
-(`compared` has the exception); as a label it leaves the losses that read labels at 0. Its
+(`compare_drafts` has the exception); as a label it leaves the losses that read labels at 0. Its
 probability counts as missed in overlaps.
 
 Shapes: J teacher positions, V vocabulary, Vd draft vocabulary.
@@ -92,7 +92,7 @@ class Drafts(NamedTuple):
     """The logits less these are log-probabilities."""
 
 
-def compared(
+def compare_drafts(
     loss: Divergence,
     logits: Tensor,
     labels: Tensor,

@@ -19,7 +19,7 @@ from draftsmith.heads.errors import UserError
 from draftsmith.heads.layers import RMSNorm
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
 from draftsmith.train.data.batches import collate
-from draftsmith.train.losses.initialization import apply_init_from, start_uncertain
+from draftsmith.train.losses.initialization import apply_init_from, shrink_logits
 from draftsmith.train.methods.dflash.method import warn_of_mask_token
 from draftsmith.train.methods.eagle import method as eagle
 from draftsmith.train.methods.medusa import method as medusa
@@ -32,10 +32,10 @@ from tests.helpers.training import launch, make_config, train
 def test_a_norm_is_scaled_down_to_the_spread_asked_for_and_never_up() -> None:
     torch.manual_seed(0)
     norm, head, states = RMSNorm(64, 1e-6), torch.randn(500, 64), torch.randn(32, 64)
-    start_uncertain(norm, norm(states) @ head.T)
+    shrink_logits(norm, norm(states) @ head.T)
     assert float((norm(states) @ head.T).std(-1).mean()) == pytest.approx(1.0, rel=0.02)
     before = norm.weight.detach().clone()
-    start_uncertain(norm, norm(states) @ head.T, spread=4.0)
+    shrink_logits(norm, norm(states) @ head.T, spread=4.0)
     assert torch.equal(norm.weight, before)
 
 

@@ -20,7 +20,7 @@ from draftsmith.train.losses.backends import Backend
 from draftsmith.train.losses.blocks import Anchors, BlockAttention, Pair, contexts, run_blocks
 from draftsmith.train.methods.dflash.config import BlockLoss
 from draftsmith.train.methods.dflash.loss import BlockObjective
-from draftsmith.train.methods.dflash.method import mask_token_for, unused
+from draftsmith.train.methods.dflash.method import choose_mask_token, unused_tokens
 from draftsmith.train.methods.dspark.config import DSparkLoss
 from draftsmith.train.methods.dspark.method import DSparkObjective
 from tests.conftest import tiny_target
@@ -503,7 +503,7 @@ def test_the_mask_is_a_token_that_no_text_holds_and_that_has_an_embedding() -> N
     target = tiny_target()
 
     def find(asked, *held):
-        return mask_token_for(asked, target, Counted(*held))  # type: ignore[arg-type]
+        return choose_mask_token(asked, target, Counted(*held))  # type: ignore[arg-type]
 
     with pytest.raises(UserError, match="no unused token is known to mask drafts with; name one"):
         find(None)
@@ -517,12 +517,12 @@ def test_the_mask_is_a_token_that_no_text_holds_and_that_has_an_embedding() -> N
             find(asked, 7, 8, 7)
     assert find(2, 7, 8) == 2
     target.tokenizer.add_special_tokens({"extra_special_tokens": ["<reserved_5>", "<mask>"]})
-    assert unused(target) == [0], "tokens that the model has no row for are none"
+    assert unused_tokens(target) == [0], "tokens that the model has no row for are none"
     wider = tiny_target(vocab_size=310)
-    assert unused(wider) == [291, 0] and mask_token_for(None, wider, Counted()) == 291  # type: ignore[arg-type]
+    assert unused_tokens(wider) == [291, 0] and choose_mask_token(None, wider, Counted()) == 291  # type: ignore[arg-type]
     wider.tokenizer.add_special_tokens({"extra_special_tokens": ["<reserved_5>", "<unused0>"]})
-    assert unused(wider) == [293, 291, 292, 0]
-    assert mask_token_for(None, wider, Counted(293)) == 291  # type: ignore[arg-type]
+    assert unused_tokens(wider) == [293, 291, 292, 0]
+    assert choose_mask_token(None, wider, Counted(293)) == 291  # type: ignore[arg-type]
 
 
 def test_options_that_would_change_nothing_are_refused() -> None:

@@ -33,7 +33,7 @@ from ....inference.rounds.device import best_of, send
 from ...data.batches import Batch
 from ...data.features import Features
 from ...losses.blocks import Anchors, contexts, run_blocks
-from ...losses.vocabulary import VocabularyMap, compared, table
+from ...losses.vocabulary import VocabularyMap, compare_drafts, table
 from ...objectives import Objective, Sums, depth_metrics
 from .config import BlockLoss
 
@@ -155,7 +155,7 @@ class BlockObjective(Objective):
                 best = vocabulary.columns(best_of(target_log_p))[position_of]
                 log_p = vocabulary.restrict(target_log_p)[position_of]
         logits = drafter.logits(state)
-        drafts = compared(
+        drafts = compare_drafts(
             config.loss, logits, labels, best, log_p, overlaps=overlaps,
             needs_best=config.loss not in LABELS_ONLY,
         )  # fmt: skip

@@ -36,11 +36,11 @@ from ...losses.initialization import (
     check_gradients_pass,
     draft_vocabulary,
     kept_shape,
-    start_uncertain,
+    shrink_logits,
 )
 from ...losses.vocabulary import VocabularyMap
 from ...method import FeaturesRead
-from ...outline import FROZEN, TRAINED, ConfigOnly, Outline, work_of
+from ...outline import FROZEN, TRAINED, MetaTarget, Outline, work_of
 from .config import DFlashRun
 from .loss import BlockObjective
 
@@ -183,15 +183,15 @@ def restore_tap_scales(drafter: DFlashDrafter, target: TargetSource) -> None:
         rescale(drafter, target.tap_sizes(drafter.taps), keep=True)
 
 
-def mask_token_for(asked: int | None, target: TargetSource, batches: Batches) -> int:
+def choose_mask_token(asked: int | None, target: TargetSource, batches: Batches) -> int:
     """Return a token that no reply holds and that has an embedding.
 
-    It is `asked` if given, else the first of `unused` that is fit. Raises `UserError` for an
+    It is `asked` if given, else the first of `unused_tokens` that is fit. Raises `UserError` for an
     `asked` token that is not fit, and where no token is known.
     """
     reply_counts = batches.token_counts(target.vocab_size)
-    for token in unused(target) if asked is None else [asked]:
-        if (reason := unfit(token, target, reply_counts)) is None:
+    for token in unused_tokens(target) if asked is None else [asked]:
+        if (reason := unfit_reason(token, target, reply_counts)) is None:
             return token
         if asked is not None:
             raise UserError(
@@ -208,12 +208,12 @@ def warn_of_mask_token(token: int, target: TargetSource, batches: Batches) -> No
 
     It cannot have another one: texts that hold it are drafted worse, and decoded as correctly.
     """
-    reason = unfit(token, target, batches.token_counts(target.vocab_size))
+    reason = unfit_reason(token, target, batches.token_counts(target.vocab_size))
     if reason is not None:
         log.warning("the drafter's mask token, %d, %s", token, reason)
 
 
-def unfit(token: int, target: TargetSource, counts: Tensor) -> str | None:
+def unfit_reason(token: int, target: TargetSource, counts: Tensor) -> str | None:
     """Return the reason why a token cannot be the mask, as a part of a message; None if it can.
 
     `counts` `[V]` says how often the texts hold each token.
@@ -231,7 +231,7 @@ def unfit(token: int, target: TargetSource, counts: Tensor) -> str | None:
     return f"occurs {int(counts[token])} times in the training replies" if counts[token] else None
 
 
-def unused(target: TargetSource) -> list[int]:
+def unused_tokens(target: TargetSource) -> list[int]:
     """Return tokens that texts can be trusted not to hold, best first.
 
     These are the first row of the embedding past the tokenizer's own tokens, the mask token, tokens
@@ -260,14 +260,14 @@ class DFlashMethod(RankedMethod[DFlashRun, DFlashDrafter]):
     configs: Any = dflash
     """Module of the drafter's configuration, with `shape_for`."""
 
-    def shape(self, run: DFlashRun, target: TargetSource | ConfigOnly) -> Any:
+    def shape(self, run: DFlashRun, target: TargetSource | MetaTarget) -> Any:
         """Return the drafter's shape, with any mask token where none is chosen yet."""
         return self.configs.shape_for(run.heads, target.config, run.heads.mask_token or 0)
 
-    def features_of(self, run: DFlashRun, target: TargetSource | ConfigOnly) -> FeaturesRead:
+    def features_of(self, run: DFlashRun, target: TargetSource | MetaTarget) -> FeaturesRead:
         return self.shape(run, target).taps, False
 
-    def resolve(self, run: DFlashRun, target: ConfigOnly) -> None:
+    def resolve(self, run: DFlashRun, target: MetaTarget) -> None:
         apply_init_from(run)
         shape = self.shape(run, target)
         run.heads = replace(
@@ -275,7 +275,7 @@ class DFlashMethod(RankedMethod[DFlashRun, DFlashDrafter]):
         )
         run.objective = run.objective.resolved(shape.block_size)
 
-    def outline(self, run: DFlashRun, target: ConfigOnly) -> Outline:
+    def outline(self, run: DFlashRun, target: MetaTarget) -> Outline:
         """Return the run's `Outline`.
 
         Every position is context once: `fc`, then keys and values of each layer. The layers
@@ -306,16 +306,15 @@ class DFlashMethod(RankedMethod[DFlashRun, DFlashDrafter]):
         if before is not None:
             mask_token = before.drafter.shape.mask_token
             warn_of_mask_token(mask_token, target, batches)
-        else:
-            mask_token = mask_token_for(run.heads.mask_token, target, batches)
+            expected = self.configs.shape_for(run.heads, target.config, mask_token)
+            return self.drafter_class(kept_shape(run, before, expected), target.embedding_and_head)
+        mask_token = choose_mask_token(run.heads.mask_token, target, batches)
         shape = self.configs.shape_for(run.heads, target.config, mask_token)
-        if before is not None:
-            return self.drafter_class(kept_shape(run, before, shape), target.embedding_and_head)
         drafter = self.drafter_class(shape, target.embedding_and_head)
-        self.start(drafter, target, batches)
+        self.initialize(drafter, target, batches)
         return drafter
 
-    def start(self, drafter: DFlashDrafter, target: TargetSource, batches: Batches) -> None:
+    def initialize(self, drafter: DFlashDrafter, target: TargetSource, batches: Batches) -> None:
         """Give an untrained drafter what it can have of its target and of the texts.
 
         The order matters: `attend_nearby` is fitted to fused taps, so their scales come before it,
@@ -338,7 +337,7 @@ class DFlashMethod(RankedMethod[DFlashRun, DFlashDrafter]):
         outputs, _, _ = next(forced_blocks(drafter, hidden, torch.tensor(ids)))
         # The drafter is still on the CPU and in float32, the target's head may be elsewhere.
         states = drafter.norm(outputs).to(target.device, target.dtype)
-        start_uncertain(drafter.norm, target.embedding_and_head.head(states).cpu(), SPREAD)
+        shrink_logits(drafter.norm, target.embedding_and_head.head(states).cpu(), SPREAD)
 
     @torch.no_grad()
     def first_weights(self, drafter: DFlashDrafter, norm_weight: Tensor | None) -> None:

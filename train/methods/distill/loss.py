@@ -29,7 +29,7 @@ from ....inference.targets.target import TargetSource
 from ...data.batches import Batch
 from ...data.features import Features
 from ...losses.memory import recomputed
-from ...losses.vocabulary import compared, table
+from ...losses.vocabulary import compare_drafts, table
 from ...objectives import Objective, Sums, depth_metrics
 from .config import DistillLoss
 
@@ -112,5 +112,5 @@ class DistillObjective(Objective):
         log_p = log_probs(teacher)[:, :size]
         # Columns are ids. Where the draft model lacks the best token, the row still has a loss.
         labels = torch.where(labels < size, labels, -1)
-        drafts = compared(self.config.loss, logits, labels, best, log_p, overlaps=measured)
+        drafts = compare_drafts(self.config.loss, logits, labels, best, log_p, overlaps=measured)
         return table(drafts, factors, measured)

@@ -34,7 +34,7 @@ from ...data.batches import Batches
 from ...data.features import check_packing
 from ...data.rollouts import Rollouts, Writer, draft_model_texts
 from ...method import Method
-from ...outline import TRAINED, ConfigOnly, Outline, config_at, matrix_numbers, work_of
+from ...outline import TRAINED, MetaTarget, Outline, config_at, matrix_numbers, work_of
 from .config import DistillRun
 from .loss import DistillObjective
 
@@ -80,13 +80,13 @@ class DistillMethod(Method[DistillRun, DraftModel]):
     run_class = DistillRun
     drafter_class = DraftModel
 
-    def resolve(self, run: DistillRun, target: ConfigOnly) -> None:
+    def resolve(self, run: DistillRun, target: MetaTarget) -> None:
         options = run.draft_model
         cut = run.init_from is None and options.path is None
         if cut and options.layers is None:
             run.draft_model = replace(options, layers=default_layers(target.num_layers))
 
-    def outline(self, run: DistillRun, target: ConfigOnly) -> Outline:
+    def outline(self, run: DistillRun, target: MetaTarget) -> Outline:
         options = run.draft_model
         if options.path is not None:
             config = config_at(options.path)

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ....heads import dspark
 from ....heads.dspark import DSparkDrafter
-from ...outline import TRAINED, ConfigOnly, Outline, matrix_numbers
+from ...outline import TRAINED, MetaTarget, Outline, matrix_numbers
 from ..dflash.config import DFlashRun
 from ..dflash.loss import BlockObjective
 from ..dflash.method import DFlashMethod
@@ -58,7 +58,7 @@ class DSparkMethod(DFlashMethod):
     objective_class = DSparkObjective
     configs = dspark
 
-    def outline(self, run: DFlashRun, target: ConfigOnly) -> Outline:
+    def outline(self, run: DFlashRun, target: MetaTarget) -> Outline:
         """Return DFlash's outline, with the transition's output matrix at every draft."""
         outline = super().outline(run, target)
         drafter = outline.drafter

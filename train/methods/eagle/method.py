@@ -24,11 +24,11 @@ from ...losses.initialization import (
     draft_vocabulary,
     kept_shape,
     random_states,
-    start_uncertain,
+    shrink_logits,
 )
 from ...losses.unrolled import RecyclingMethod, UnrolledObjective
 from ...method import FeaturesRead
-from ...outline import FROZEN, TRAINED, ConfigOnly, Outline
+from ...outline import FROZEN, TRAINED, MetaTarget, Outline
 from .config import EagleRun
 
 NOISE = 0.1  # of EAGLE-1's features; the taps of EAGLE-3 differ in size too much for one noise
@@ -40,13 +40,13 @@ class EagleMethod(RecyclingMethod[EagleRun, EagleDrafter]):
     run_class = EagleRun
     drafter_class = EagleDrafter
 
-    def features_of(self, run: EagleRun, target: TargetSource | ConfigOnly) -> FeaturesRead:
+    def features_of(self, run: EagleRun, target: TargetSource | MetaTarget) -> FeaturesRead:
         shape = shape_for(run.heads, target.config)
         # No loss is about most rows of a prompt, but later rows attend to them: EAGLE-1 needs the
         # last state everywhere.
         return shape.taps, eagle.CLASSES[shape.version].reads_last
 
-    def resolve(self, run: EagleRun, target: ConfigOnly) -> None:
+    def resolve(self, run: EagleRun, target: MetaTarget) -> None:
         apply_init_from(run)
         run.objective = run.objective.resolved(run.heads.version)
         shape = shape_for(run.heads, target.config)
@@ -59,7 +59,7 @@ class EagleMethod(RecyclingMethod[EagleRun, EagleDrafter]):
             intermediate_size=shape.intermediate_size,
         )
 
-    def outline(self, run: EagleRun, target: ConfigOnly) -> Outline:
+    def outline(self, run: EagleRun, target: MetaTarget) -> Outline:
         shape = shape_for(run.heads, target.config)
         drafter = drafter_of(shape, target.embedding_and_head)
         loss = run.objective.resolved(shape.version)
@@ -77,7 +77,7 @@ class EagleMethod(RecyclingMethod[EagleRun, EagleDrafter]):
         norm, tap_sizes = target.final_norm_weight(), target.tap_sizes(shape.taps)
         first_weights(drafter, target.head_weight, norm, ids, tap_sizes)
         loss = run.objective.resolved(shape.version)
-        # `start_uncertain` scales the final norm down. A feature loss compares states in the
+        # `shrink_logits` scales the final norm down. A feature loss compares states in the
         # target's own scale, and needs the target's norm as it is.
         if isinstance(drafter, Eagle3Drafter) and not loss.feature_weight:
             states = drafter.norm(random_states(shape.hidden_size, run.seed))
@@ -85,7 +85,7 @@ class EagleMethod(RecyclingMethod[EagleRun, EagleDrafter]):
             # head may be elsewhere.
             lent = target.head_weight if ids is None else target.head_weight[ids]
             rows = lent.to(states) if drafter.lm_head is None else drafter.lm_head.weight
-            start_uncertain(drafter.norm, functional.linear(states, rows))
+            shrink_logits(drafter.norm, functional.linear(states, rows))
         return drafter
 
     def make_objective(

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from ....distill.settings import LABELS_ONLY, Divergence
 from ....heads.medusa import MedusaHeads
 from ....inference.rounds.device import best_of, send
 from ...data.features import Features
-from ...losses.vocabulary import Drafts, VocabularyMap, compared, table
+from ...losses.vocabulary import Drafts, VocabularyMap, compare_drafts, table
 from ...objectives import DepthObjective, Sums, depth_metrics
 from .config import MedusaLoss
 
@@ -95,7 +96,7 @@ class MedusaObjective(DepthObjective):
         if measured or name not in LABELS_ONLY or vocabulary.reduced:
             positions, index = (send(t, last.device) for t in teachers.unique(return_inverse=True))
             with torch.no_grad():
-                # Not kept under a name: no logits of all tokens are there beside those of heads.
+                # Logits of all tokens have no name, so that they are freed before the heads run.
                 best, log_p, teacher, p = distributions(
                     self._target_head(last[positions]), name, vocabulary, measured
                 )
@@ -106,15 +107,15 @@ class MedusaObjective(DepthObjective):
             own_teacher = None if teacher is None else teacher.rows(at)
             if measured and own_p is None and own_teacher is not None:
                 own_p = own_teacher.p
-            drafts = compared(
+            drafts = compare_drafts(
                 name, drafter.logits(hidden, i), labels[:, i], own_best, own_log_p, own_p,
                 own_teacher, overlaps=False,
             )  # fmt: skip
             by_head.append(drafts)
         # From tensors `[R]` of each head to tensors `[R, D]` of all heads.
-        columns = zip(*by_head, strict=True)
-        drafts = Drafts(*(None if c[0] is None else torch.stack(c, dim=-1) for c in columns))
-        return table(drafts, factors, measured)
+        columns: Any = zip(*by_head, strict=True)
+        stacked: Any = (None if c[0] is None else torch.stack(c, dim=-1) for c in columns)
+        return table(Drafts(*stacked), factors, measured)
 
 
 def distributions(

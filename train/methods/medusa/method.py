@@ -17,7 +17,7 @@ from ...data.batches import Batches
 from ...losses.calibration import RankedMethod, ranks_by_root
 from ...losses.initialization import apply_init_from, draft_vocabulary
 from ...losses.vocabulary import VocabularyMap
-from ...outline import FROZEN, TRAINED, ConfigOnly, Outline, matrix_numbers
+from ...outline import FROZEN, TRAINED, MetaTarget, Outline, matrix_numbers
 from .config import MedusaRun
 from .loss import MedusaObjective
 
@@ -44,10 +44,10 @@ class MedusaMethod(RankedMethod[MedusaRun, MedusaHeads]):
     run_class = MedusaRun
     drafter_class = MedusaHeads
 
-    def resolve(self, run: MedusaRun, target: ConfigOnly) -> None:
+    def resolve(self, run: MedusaRun, target: MetaTarget) -> None:
         apply_init_from(run)
 
-    def outline(self, run: MedusaRun, target: ConfigOnly) -> Outline:
+    def outline(self, run: MedusaRun, target: MetaTarget) -> Outline:
         hidden_size = target.config.hidden_size
         heads = MedusaHeads(run.heads, hidden_size, target.vocab_size, target.embedding_and_head)
         outputs = run.heads.num_heads * hidden_size * heads.drafted
@@ -77,8 +77,7 @@ class MedusaMethod(RankedMethod[MedusaRun, MedusaHeads]):
     def make_objective(
         self, run: MedusaRun, target: TargetSource, drafter: MedusaHeads
     ) -> MedusaObjective:
-        # For the heads that the drafter has: a run that begins with a drafter takes its shape,
-        # whatever `heads` says.
+        # A run that begins with a drafter takes its shape, not that of `heads`.
         return MedusaObjective(run.objective, drafter.config.num_heads, target.head)
 
     @torch.no_grad()

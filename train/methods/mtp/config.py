@@ -9,7 +9,7 @@ from ....heads.drafter_configs import MtpConfig
 from ...config import RunConfig, examples_of
 from ...losses.settings import UnrolledLoss
 
-STEPS = 3  # of `MtpLoss` where it has None
+STEPS = 3  # where `MtpLoss.steps` is None
 
 
 @dataclass

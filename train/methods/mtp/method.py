@@ -19,11 +19,11 @@ from ...losses.initialization import (
     is_centred,
     kept_shape,
     random_states,
-    start_uncertain,
+    shrink_logits,
 )
 from ...losses.unrolled import RecyclingMethod, UnrolledObjective
 from ...method import FeaturesRead
-from ...outline import FROZEN, ConfigOnly, Outline
+from ...outline import FROZEN, MetaTarget, Outline
 from .config import MtpLoss, MtpRun
 
 
@@ -33,14 +33,14 @@ class MtpMethod(RecyclingMethod[MtpRun, MtpDrafter]):
     run_class = MtpRun
     drafter_class = MtpDrafter
 
-    def features_of(self, run: MtpRun, target: TargetSource | ConfigOnly) -> FeaturesRead:
+    def features_of(self, run: MtpRun, target: TargetSource | MetaTarget) -> FeaturesRead:
         return (), True
 
-    def resolve(self, run: MtpRun, target: ConfigOnly) -> None:
+    def resolve(self, run: MtpRun, target: MetaTarget) -> None:
         apply_init_from(run)
         run.objective = run.objective.resolved()
 
-    def outline(self, run: MtpRun, target: ConfigOnly) -> Outline:
+    def outline(self, run: MtpRun, target: MetaTarget) -> Outline:
         drafter = MtpDrafter(shape_for(run.heads, target.config), target.embedding_and_head)
         loss = run.objective.resolved()
         freeze(drafter, loss)
@@ -71,14 +71,14 @@ def first_weights(drafter: MtpDrafter, target: TargetSource, seed: int) -> None:
     """Set the first weights of an untrained layer that differ from transformers' own.
 
     The norm begins with what the target's final norm multiplies by, made small enough that the
-    logits of random states are (`start_uncertain`).
+    logits of random states are (`shrink_logits`).
     """
     nn.init.normal_(drafter.fc.weight, std=drafter.fc.weight.shape[1] ** -0.5)
     hidden, scale = drafter.shape.hidden_size, target.final_norm_weight()
     scale = torch.ones(hidden) if scale is None else scale.cpu().float()
     drafter.norm.get_parameter("weight").copy_(scale - 1 if is_centred(drafter.norm) else scale)
     logits = target.head(drafter.norm(random_states(hidden, seed)).to(target.device))
-    start_uncertain(drafter.norm, logits.cpu())
+    shrink_logits(drafter.norm, logits.cpu())
 
 
 def freeze(drafter: MtpDrafter, config: MtpLoss) -> None:

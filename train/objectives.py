@@ -113,8 +113,8 @@ class DepthObjective(Objective):
     def factors(self, valid: Tensor, denominators: dict[str, float]) -> Tensor:
         """Return the factors of the losses `[R, D]`, 0 where `valid` `[R, D]` is."""
         # Where no rank has a draft the count is 0, and 0 / 0 would be NaN.
-        counts = [max(denominators[f"depth{k}"], 1.0) for k in range(self.depths)]
-        scales = [weight / count for weight, count in zip(self.depth_weights, counts, strict=True)]
+        weights = enumerate(self.depth_weights)
+        scales = [weight / max(denominators[f"depth{k}"], 1.0) for k, weight in weights]
         return valid * send(scales, valid.device)
 
 

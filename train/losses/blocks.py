@@ -239,8 +239,7 @@ def contexts(drafter: DFlashDrafter, batch: Batch, taps: tuple[Tensor, ...]) -> 
     `taps` are the target's features `[B, S, H]`.
     """
     fused = drafter.fuse(taps)
-    rotary = drafter.rotary(send(batch.positions, fused.device))
-    pairs = drafter.context(fused, rotary)
+    pairs = drafter.context(fused, drafter.rotary(send(batch.positions, fused.device)))
     return [(keys.transpose(1, 2), values.transpose(1, 2)) for keys, values in pairs]
 
 

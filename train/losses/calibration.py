@@ -52,8 +52,7 @@ def ranks_in(logits: Tensor, columns: Tensor) -> Tensor:
 
     It is -1 for a token that is not among the best `RANKS`.
     """
-    best = logits.topk(min(RANKS, logits.shape[-1])).indices
-    return rank_of(columns, best)
+    return rank_of(columns, logits.topk(min(RANKS, logits.shape[-1])).indices)
 
 
 def ranks_by_root(

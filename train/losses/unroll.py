@@ -187,7 +187,6 @@ def unroll(
     token_parts = Ahead.apply(drafter.token_part(send(batch.ids, device)), steps)
     positions = send(batch.positions, device)
     state = drafter.fuse(taps, last)
-    layers = len(drafter.layers)
 
     def step(
         token_part: Tensor, state: Tensor, cosines: Tensor, sines: Tensor, *before: Tensor
@@ -205,7 +204,7 @@ def unroll(
             new.extend((keys, values))
             # With 2 layers, `before` is k0 v0 k1 v1 of step 0, then k0 v0 k1 v1 of step 1, ..:
             # layer 1 finds its own at 2 and 3, 6 and 7, ..
-            own = range(2 * layer, len(before), 2 * layers)
+            own = range(2 * layer, len(before), 2 * len(drafter.layers))
             pairs = [*((before[i], before[i + 1]) for i in own), (keys, values)]
             return attention(queries, pairs).transpose(1, 2).flatten(2)
 

@@ -153,7 +153,6 @@ def _fit_rows(
     # the other two kinds of rows.
     tokens, masks = embedded[:, 0], embedded[:1, 1].expand(len(ids), -1)
     rows = torch.cat([context, tokens, masks])
-
     values = torch.tensor([[0.0, 1.0, 1.0], [-1.0, 1.0, -1.0], [1.0, -1.0, -1.0]])
     wanted = values.to(rows.device).repeat_interleave(len(ids), dim=1)
     return linear_fit(rows, wanted[0]), linear_fit(rows, wanted[1]), linear_fit(rows, wanted[2])
@@ -175,9 +174,8 @@ def linear_fit(rows: Tensor, wanted: Tensor) -> Tensor:
 def restore_tap_scales(drafter: DFlashDrafter, target: TargetSource) -> None:
     """Take the scales of the taps out of the `fc` of a drafter that was loaded.
 
-    On disk they are multiplied into it. What the drafter computes does not change, but with the
-    scales in it `fc` has small weights for large inputs, and a step of the optimiser changes it too
-    much.
+    On disk they are multiplied into it, which computes the same. But such an `fc` has small weights
+    for large inputs, and a step of the optimiser changes it too much.
     """
     if bool((drafter.tap_scales == 1).all()):
         rescale(drafter, target.tap_sizes(drafter.taps), keep=True)
@@ -333,8 +331,7 @@ class DFlashMethod(RankedMethod[DFlashRun, DFlashDrafter]):
         attend_nearby(drafter, taps, torch.tensor(ids))
         # Blocks read taps alone, so any tensor does in place of the last state. The first roots are
         # enough to judge the size of logits by.
-        hidden = Hidden(taps[0], taps)
-        outputs, _, _ = next(forced_blocks(drafter, hidden, torch.tensor(ids)))
+        outputs, _, _ = next(forced_blocks(drafter, Hidden(taps[0], taps), torch.tensor(ids)))
         # The drafter is still on the CPU and in float32, the target's head may be elsewhere.
         states = drafter.norm(outputs).to(target.device, target.dtype)
         shrink_logits(drafter.norm, target.embedding_and_head.head(states).cpu(), SPREAD)

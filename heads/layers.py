@@ -233,6 +233,11 @@ class LayeredDrafter(VocabularyMaps, DrafterModule):
     def decoder_layers(self) -> list[DecoderLayer]:
         return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
 
+    def chosen(self, options: type) -> JsonObject:
+        """Return the sizes that a user chose, by the names of the class `options`."""
+        chosen = self.shape.chosen()
+        return {name: chosen[name] for name in options.__dataclass_fields__ if name in chosen}
+
     @classmethod
     @abstractmethod
     def shape_from(cls, config: JsonObject) -> Any:
@@ -362,12 +367,6 @@ class RecyclingDrafter(LayeredDrafter):
 def shared_sizes(config: JsonObject) -> JsonObject:
     """Return the fields of `DrafterShape` but the taps, by name, from a `config.json`."""
     return {name: config[key] for name, key in CONFIG_KEYS.items()}
-
-
-def config_of(shape: DrafterShape, options: type) -> JsonObject:
-    """Return the sizes in `shape` that a user chose, by the names of the class `options`."""
-    chosen = shape.chosen()
-    return {name: chosen[name] for name in options.__dataclass_fields__ if name in chosen}
 
 
 def check_taps(taps: tuple[int, ...], least: int, layers: int) -> None:

@@ -96,6 +96,10 @@ class MedusaHeads(VocabularyMaps, DrafterModule):
                 "target"
             )
 
+    def chosen(self, _options: type) -> JsonObject:
+        """Return the sizes that a user chose."""
+        return asdict(self.config)
+
     def untrained(self, drafted: int, vocab_size: int) -> MedusaHeads:
         config = replace(self.config, draft_vocab_size=drafted)
         return MedusaHeads(config, self.hidden_size, vocab_size, self.embedding_and_head)

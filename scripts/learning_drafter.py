@@ -14,7 +14,7 @@ from draftsmith.distill.divergences import log_probs, loss_of_logits, sum_in_chu
 from draftsmith.heads.layout import DrafterModule
 from draftsmith.inference.proposers.tree_plan import NewestStateProposer, TreePlan, tree_of
 from draftsmith.train.config import RunConfig
-from draftsmith.train.losses.ranks import RankedMethod, ranks_by_root
+from draftsmith.train.losses.calibration import RankedMethod, ranks_by_root
 from draftsmith.train.objectives import Objective, depth_metrics
 from draftsmith.train.outline import FROZEN, TRAINED, Outline, matrix_numbers
 

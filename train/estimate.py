@@ -31,11 +31,11 @@ from .config import RunConfig, divided
 from .method import AnyMethod
 from .optimizer import hidden_matrices
 from .outline import (
+    MetaTarget,
     StepWork,
-    TargetSpec,
+    active_numbers,
     config_at,
-    outlined,
-    passed_through,
+    meta_outline,
     target_of_run,
     widths,
 )
@@ -150,7 +150,7 @@ def run_sizes(method: AnyMethod, config: RunConfig) -> RunSizes:
     Raises `UserError` if the target's config cannot be read.
     """
     model_config = config_at(config.target.path, config.target.trust_remote_code)
-    target = TargetSpec(model_config)
+    target = MetaTarget(model_config)
     with torch.device("meta"):
         model = make_causal_lm(model_config)
     parts: defaultdict[str, float] = defaultdict(float)
@@ -159,13 +159,13 @@ def run_sizes(method: AnyMethod, config: RunConfig) -> RunSizes:
             parts[found[0]] += widths([(name, parameter)], target.config)
     both = torch.nn.ModuleList([model.get_input_embeddings(), model.get_output_embeddings()])
     taps, all_last = method.features_of(config, target)
-    outline = outlined(method, config, target)
+    outline = meta_outline(method, config, target)
     parameters = list(outline.drafter.parameters())
     muon = hidden_matrices(outline.drafter) if config.optim.optimizer == "muon" else []
     return RunSizes(
         target.config.hidden_size,
         count_of(model.parameters()),
-        round(sum(n for _, n in passed_through(model.named_parameters(), target.config))),
+        round(sum(n for _, n in active_numbers(model.named_parameters(), target.config))),
         target.vocab_size, count_of(parameters), len(taps), all_last, target.num_layers,
         frozen_params=count_of(p for p in parameters if not p.requires_grad),
         muon_params=count_of(muon),
@@ -269,7 +269,7 @@ def check_engines(run: RunConfig, method: AnyMethod) -> DrafterFacts:
         facts = drafter_facts(load_alone(run.init_from))
     else:
         target = target_of_run(run)
-        drafter = outlined(method, run, target).drafter
+        drafter = meta_outline(method, run, target).drafter
         facts = DrafterFacts(
             drafter, target.config.model_type, target.vocab_size, numbers_of(target.config)
         )

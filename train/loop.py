@@ -41,7 +41,7 @@ from .loading import load_inputs
 from .method import AnyMethod
 from .objectives import Sums, add_sums, means
 from .optimizer import rate_at
-from .outline import TargetSpec, target_of_run
+from .outline import MetaTarget, target_of_run
 from .parallel import (
     disable_zero3_loading,
     end_training,
@@ -80,7 +80,7 @@ def train(run: RunConfig, method: AnyMethod, callbacks: Sequence[Callback] = ())
 def _train(
     run: RunConfig,
     method: AnyMethod,
-    target: TargetSpec,
+    target: MetaTarget,
     accelerator: Accelerator,
     callbacks: Sequence[Callback],
 ) -> Path:
@@ -212,7 +212,7 @@ def check_before_loading(run: RunConfig, method: AnyMethod) -> None:
     check_tracker(run.tracker)
 
 
-def check_with_target(run: RunConfig, method: AnyMethod, ranks: int) -> TargetSpec:
+def check_with_target(run: RunConfig, method: AnyMethod, ranks: int) -> MetaTarget:
     """Fill in the options that the target determines, and return its specification.
 
     No weights are read. Raises `UserError` for settings that do not fit the target, such as packed

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .data.batches import Batches
     from .data.rollouts import Rollouts, Writer
     from .objectives import Objective
-    from .outline import Outline, TargetSpec
+    from .outline import MetaTarget, Outline
 
 RunT = TypeVar("RunT", bound="RunConfig")
 DrafterT = TypeVar("DrafterT", bound="DrafterModule")
@@ -45,7 +45,7 @@ class Method(ABC, Generic[RunT, DrafterT]):
     """Of such a method: the fields of `TreeSettings` that its proposer follows; these are those of
     a `Planned` one."""
 
-    def features_of(self, run: RunT, target: TargetSource | TargetSpec) -> FeaturesRead:
+    def features_of(self, run: RunT, target: TargetSource | MetaTarget) -> FeaturesRead:
         """Return the taps that the run reads, and whether it reads every last state.
 
         They are those of the drafter and of the objective; this is asked before either exists. By
@@ -53,15 +53,15 @@ class Method(ABC, Generic[RunT, DrafterT]):
         """
         return (), False
 
-    def resolve(self, run: RunT, target: TargetSpec) -> None:
+    def resolve(self, run: RunT, target: MetaTarget) -> None:
         """Fill in the options of the run that the target determines where they are None.
 
-        `make_drafter` and `make_objective` would come to the same. By default there are none.
+        `make_drafter` and `make_objective` would come to the same. By default nothing is open.
         """
         return
 
     @abstractmethod
-    def outline(self, run: RunT, target: TargetSpec) -> Outline:
+    def outline(self, run: RunT, target: MetaTarget) -> Outline:
         """Return the run's `Outline`, from the target's config alone.
 
         It is called with the meta device as torch's default: a module made here has no weights.
@@ -88,10 +88,10 @@ class Method(ABC, Generic[RunT, DrafterT]):
     def writer(
         self, run: RunT, target: Target, drafter: DrafterT
     ) -> tuple[Rollouts, Writer] | None:
-        """Return what writes texts while the run goes on, if it does: settings and function.
+        """Return settings and function of what writes texts during the run, None if nothing does.
 
-        By default nothing: heads and blocks draft from the target's states, whatever earlier rounds
-        drafted.
+        By default nothing does: heads and blocks draft from the target's states, not from earlier
+        drafts.
         """
         return None
 

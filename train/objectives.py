@@ -1,4 +1,4 @@
-"""Interface between a method and the training loop, and what objectives share: weights, metrics.
+"""Interface between a method and the training loop, and the metrics of all objectives.
 
 Shapes: R roots, D draft depths.
 """
@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ..distill.divergences import Teacher, loss_of_logits, overlap
-from ..distill.settings import NEEDS_LABELS, Divergence
+from ..inference.rounds.device import send
 from .data.batches import Batch
 from .data.features import Features
 
-SMOOTHING = 0.5  # of D-PACE's chances, the paper's value
 Sums = dict[str, tuple[Tensor, Tensor]]
 """Metric name -> (sum, count), both scalars. They are added up over steps and ranks before they are
 divided."""
@@ -31,8 +29,9 @@ class Objective(Protocol):
     (docs/objectives.md#global-denominators).
     """
 
-    taps: tuple[int, ...]
-    all_last: bool
+    taps: tuple[int, ...] = ()
+    """Taps that the drafter reads, or the loss."""
+    all_last: bool = False
     """True if the last hidden state is read at every position, false if only where a reply token
     comes next."""
 
@@ -93,91 +92,30 @@ def add_sums(into: Sums, more: Sums) -> None:
         into[name] = (total, count) if old is None else (old[0] + total, old[1] + count)
 
 
-def static_decay(depths: int, decay: float) -> list[float]:
-    """Return the weights `decay^k` over their sum, k = 0 .. depths - 1."""
-    # The division makes the learning rate independent of the number of depths.
-    raw = [decay**k for k in range(depths)]
-    return [weight / sum(raw) for weight in raw]
+class DepthObjective(Objective):
+    """Base of objectives with a weight for each draft depth, the same at every root.
 
-
-def survival_weights(chances: Tensor, valid: Tensor) -> Tensor:
-    """Return `w_i = sum_{j >= i} prod_{l <= j} c_l` `[R, D]`, without gradient.
-
-    This is what a better draft at depth i earns at its root, in accepted drafts. `chances` `[R, D]`
-    are the c, chances of acceptance; where `valid` `[R, D]` is false a depth counts as 1 in the
-    products and earns nothing.
-
-    With c = alpha, `sum_i w_i (-log alpha_i)` has the gradient of `-(expected accepted drafts)`:
-    end-to-end TV (arXiv 2606.12370) times its number of depths. With c = `smoothed(q(x*))` and
-    cross-entropy it is D-PACE (arXiv 2605.18810).
+    A depth is divided by its own global count of drafts. Deep ones have fewer, and with one count
+    for all they would weigh less than their weights say.
     """
-    chances = torch.where(valid, chances.detach(), 1.0)
-    survived = chances.cumprod(-1) * valid
-    # Sum over j >= i: a cumulative sum from the right.
-    return survived.flip(-1).cumsum(-1).flip(-1) * valid
 
+    def __init__(self, depths: int, decay: float) -> None:
+        """The weights are `decay^k` over their sum, k = 0 .. depths - 1."""
+        # The division makes the learning rate independent of the number of depths.
+        raw = [decay**k for k in range(depths)]
+        self.depths, self.depth_weights = depths, [weight / sum(raw) for weight in raw]
 
-def smoothed(chances: Tensor) -> Tensor:
-    """Return (1 - s) c + s, D-PACE's smoothing (arXiv 2605.18810), s = `SMOOTHING`.
+    def weights(self, batch: Batch) -> dict[str, float]:
+        """Return the number of drafts with weight at each depth, from masks alone."""
+        totals = batch.learned(self.depths).sum((0, 1), dtype=torch.float64).tolist()
+        return {f"depth{k}": total for k, total in enumerate(totals)}
 
-    Without it deep positions learn nothing while the shallow ones are still wrong.
-    """
-    return (1 - SMOOTHING) * chances + SMOOTHING
-
-
-class Drafts(NamedTuple):
-    """Drafts compared with what they have to learn; tensors of the shape of their labels."""
-
-    losses: Tensor
-    """Losses of the tokens, the only ones that carry a gradient."""
-    right: Tensor | None
-    """1 where the draft's best token is the target's, else 0; None without one to compare."""
-    overlaps: Tensor | None
-    """Overlaps of both distributions; None where they were not asked for."""
-    chances: Tensor | None
-    """Chances of acceptance for `survival_weights`; None where neither was asked for."""
-
-
-def compared(
-    loss: Divergence,
-    logits: Tensor,
-    labels: Tensor,
-    best: Tensor | None,
-    log_p: Tensor | None,
-    p: Tensor | None = None,
-    teacher: Teacher | None = None,
-    outside: Tensor | None = None,
-    overlaps: bool = True,
-    d_pace: bool = False,
-) -> Drafts:
-    """Return drafts with `logits` `[.., Vd]`, as the losses of all objectives judge them.
-
-    `labels` and `best`, the text's and the target's best tokens, are columns of the drafter's head,
-    -1 for a token that it does not have. `log_p`, or the `teacher` made of it, is what teaches;
-    `overlaps` are those with `p`, else with `log_p`. Chances are the overlaps, or with `d_pace` the
-    smoothed probabilities of the labels.
-
-    What cannot be drafted teaches nothing: a draft has no loss where `outside` is true, nor without
-    a column for its label if the loss reads labels.
-    """
-    # A label without a column is clamped to have one; its loss is set to 0.
-    columns = labels.clamp(min=0)
-    found = loss_of_logits(loss, logits, log_p, columns, p, teacher)
-    losses = found.losses
-    if outside is not None:
-        losses = losses.masked_fill(outside, 0.0)
-    if loss in NEEDS_LABELS:
-        losses = losses.masked_fill(labels < 0, 0.0)
-    with torch.no_grad():
-        # A best token of -1 equals no column, so a draft that cannot be made is a miss.
-        right = None if best is None else (found.best == best).float()
-        chances = alpha = found.overlaps
-        if alpha is None and overlaps and log_p is not None:
-            chances = alpha = overlap(logits - found.log_sums[..., None], log_p)
-        if d_pace:
-            label_logits = logits.gather(-1, columns[..., None])[..., 0]
-            chances = smoothed((label_logits - found.log_sums).exp() * (labels >= 0))
-    return Drafts(losses, right, alpha, chances)
+    def factors(self, valid: Tensor, denominators: dict[str, float]) -> Tensor:
+        """Return the factors of the losses `[R, D]`, 0 where `valid` `[R, D]` is."""
+        # Where no rank has a draft the count is 0, and 0 / 0 would be NaN.
+        weights = enumerate(self.depth_weights)
+        scales = [weight / max(denominators[f"depth{k}"], 1.0) for k, weight in weights]
+        return valid * send(scales, valid.device)
 
 
 def depth_metrics(losses: Tensor, right: Tensor, alpha: Tensor, valid: Tensor) -> Sums:
@@ -218,7 +156,7 @@ def acceptance_lengths(metrics: dict[str, float]) -> dict[str, float]:
     """
     if "surv@1" not in metrics:
         return {}
-    by_depth = [value for key, value in metrics.items() if key.startswith("surv@")]
+    by_depth = (value for key, value in metrics.items() if key.startswith("surv@"))
     # A depth without roots has a mean of NaN.
     return {"tau_rows": 1 + sum(value for value in by_depth if not math.isnan(value))}
 
@@ -237,7 +175,6 @@ def means(sums: Sums, accelerator: Accelerator) -> dict[str, float]:
         # The other metrics are means over roots. The loss is one number for each step, of which
         # every rank holds its share, while each of them has counted the step.
         table[0, 1] /= accelerator.num_processes
-    metrics = {}
-    for name, (total, count) in zip(names, table.tolist(), strict=True):
-        metrics[name] = total / count if count else math.nan
+    pairs = zip(names, table.tolist(), strict=True)
+    metrics = {name: total / count if count else math.nan for name, (total, count) in pairs}
     return metrics | acceptance_lengths(metrics)

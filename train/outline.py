@@ -28,7 +28,7 @@ LEFT_OF_A_PASS, LEFT_OF_A_LAYER = 3.0, 0.7  # states that stay where the others 
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """Amount of work in training a drafter, and memory of its passes.
+    """Amount of work in training a drafter, and what its passes keep in memory.
 
     Operations are those of the matrices. Attention is left out, as usual; the logits of the target,
     which an objective makes too, are counted with the target's forward pass.
@@ -66,8 +66,8 @@ class Outline(StepWork):
     drafter: nn.Module
 
 
-class TargetSpec(ConfigFacts):
-    """Specification of a target from its config: the attributes that methods read."""
+class MetaTarget(ConfigFacts):
+    """Config of a target, under the attributes of a target that methods read."""
 
     def __init__(self, config: Any) -> None:
         self.config = config.get_text_config()
@@ -81,7 +81,7 @@ class TargetSpec(ConfigFacts):
         )
 
 
-def outlined(method: Any, config: Any, target: TargetSpec) -> Outline:
+def meta_outline(method: Any, config: Any, target: MetaTarget) -> Outline:
     """Return the run's drafter on the meta device, and the amount of its work in training.
 
     Raises `UserError` for heads that do not fit the target.
@@ -102,7 +102,7 @@ def widths(named: Iterable[tuple[str, Tensor]], config: Any = None) -> float:
     says how many of its experts a token passes through.
     """
     total = 0.0
-    for parameter, count in passed_through(named, config):
+    for parameter, count in active_numbers(named, config):
         if parameter.ndim > 1:
             rows, columns = parameter.shape[-2:]
             total += count / (rows * columns) * (rows + columns)
@@ -128,7 +128,7 @@ def work_of(
     left = hidden * max(LEFT_OF_A_PASS, LEFT_OF_A_LAYER * len(layers)) if recompute else whole
     each = sum(
         count * ((TRAINED if parameter.requires_grad else FROZEN) + FORWARD * recompute)
-        for parameter, count in passed_through(layers.named_parameters(), config)
+        for parameter, count in active_numbers(layers.named_parameters(), config)
         if parameter.ndim > 1
     )
     features = [] if once is None else [*once.named_parameters()]
@@ -143,7 +143,7 @@ def work_of(
     }
 
 
-def passed_through(
+def active_numbers(
     named: Iterable[tuple[str, Tensor]], config: Any
 ) -> Iterator[tuple[Tensor, float]]:
     """Yield parameters, each with how many of its numbers a token passes through.
@@ -170,8 +170,8 @@ def config_at(path: str, trust: bool = False) -> Any:
         return read_config(path, trust)
 
 
-def target_of_run(run: RunConfig) -> TargetSpec:
+def target_of_run(run: RunConfig) -> MetaTarget:
     """Return the config of a run's target, or of its feature store. Raises `UserError`."""
     path, store = run.target.path, run.features.store
     where = path if store is None else str(Path(store, "target"))
-    return TargetSpec(config_at(where, run.target.trust_remote_code))
+    return MetaTarget(config_at(where, run.target.trust_remote_code))

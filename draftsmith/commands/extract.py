@@ -64,7 +64,7 @@ from ..train.data.tables import Tables, table_counts
 from ..train.evaluation import held_out_prompts, write_text
 from ..train.loading import load_served_target, load_tables, with_rank_device
 from ..train.loop import check_before_loading
-from ..train.losses.first_weights import take_heads_before
+from ..train.losses.initialization import apply_init_from
 from ..train.methods.registry import method_for, method_named
 from ..train.parallel import PROCESS_GROUP, disable_zero3_loading, lock_output
 from ..train.provenance import provenance
@@ -89,7 +89,7 @@ def run(options: Options) -> None:
     # `features.server` stays: it says where the features come from.
     config.features.store = None
     check_before_loading(config, method)
-    take_heads_before(config)
+    apply_init_from(config)
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[PROCESS_GROUP])
     disable_zero3_loading(accelerator)
     with lock_output(options.out):

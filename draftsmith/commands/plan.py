@@ -20,7 +20,7 @@ from ..inference.base.output_paths import check_json, output_json
 from ..train.config import RunConfig, divided, most_ranks
 from ..train.data.config import FeatureOptions
 from ..train.estimate import TARGET_BYTES, RunSizes, StepMemory, memory_of_step, run_sizes, size
-from ..train.losses.first_weights import take_heads_before
+from ..train.losses.initialization import apply_init_from
 from ..train.methods.registry import method_for, method_named
 from .plan_options import PlanOptions as Options
 from .plan_options import folder_of, name_of
@@ -82,7 +82,7 @@ def planned(options: Options, target: str | None = None) -> tuple[Any, RunSizes,
     config = config_with(method.run_class, options.config, changes)
     # A plan may be made before the drafter is there that the run begins with.
     if config.init_from is not None and Path(config.init_from).is_dir():
-        take_heads_before(config)
+        apply_init_from(config)
     options.gpus = options.gpus or most_ranks(config.rows_per_step, MOST_GPUS)
     divided(config, options.gpus)  # before the seconds that the shapes take
     try:

@@ -18,7 +18,6 @@ from draftsmith.heads import dflash, dspark
 from draftsmith.heads.dflash import DFlashConfig, DFlashDrafter
 from draftsmith.heads.dspark import DSparkConfig, DSparkDrafter
 from draftsmith.heads.eagle import EagleConfig, drafter_of, shape_for
-from draftsmith.heads.layers import config_of
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.config import TargetConfig
@@ -28,7 +27,7 @@ from draftsmith.train.data.features import Features
 from draftsmith.train.methods.eagle.method import first_weights
 from draftsmith.train.methods.registry import method_named
 from draftsmith.train.objectives import TrainingModule
-from draftsmith.train.outline import TargetSpec
+from draftsmith.train.outline import MetaTarget
 
 CONFIGS = Path(__file__).parents[2] / "draftsmith" / "commands" / "targets"
 TINY = {
@@ -130,9 +129,9 @@ def training_operations(method: str, target: Target, drafter: Any, batch: Batch)
     if method == "medusa":
         run.heads.shared_head = drafter.config.shared_head
     else:
-        for name, value in config_of(drafter.shape, type(run.heads)).items():
+        for name, value in drafter.chosen(type(run.heads)).items():
             setattr(run.heads, name, value)
-    work = known.outline(run, TargetSpec(target.config))
+    work = known.outline(run, MetaTarget(target.config))
     written = float(batch.mask.float().mean())
     return batch.ids.numel() * work.training_operations(written)
 

@@ -31,7 +31,7 @@ from draftsmith.train.config import TargetConfig
 from draftsmith.train.data.batches import collate
 from draftsmith.train.data.config import Data, Source
 from draftsmith.train.data.features import LiveTarget
-from draftsmith.train.losses import blocks, ranks, unroll
+from draftsmith.train.losses import blocks, unroll, unrolled
 from draftsmith.train.methods.dflash import method as dflash
 from draftsmith.train.methods.distill.method import runner_of
 from draftsmith.train.methods.registry import method_named
@@ -127,7 +127,7 @@ def step(
     run = known.run_class(out="-", target=TargetConfig(path="-"), data=Data(sources=[Source("-")]))
     for option, value in options.items():
         setattr(run.objective, option, value)
-    with patch.object(dflash, "ready"):  # it looks at numbers
+    with patch.object(dflash, "restore_tap_scales"):  # it looks at numbers
         objective = known.make_objective(run, target, drafter)
     documents = [(np.arange(n) % 90, np.arange(n) > n // 3) for n in (150, 90, 41)]
     batch = collate([documents, documents[:2]])
@@ -212,8 +212,8 @@ def beginnings() -> dict[str, Any]:
             with (
                 patch.object(type(target), "tap_sizes", lambda *_: (1.0, 8.0, 30.0)),
                 patch.object(type(target), "tap_sample", lambda *_: sampled),
-                patch.object(dflash, "mask_token_for", lambda *_: 3),
-                patch.object(ranks, "batch_of_text", lambda _: text),
+                patch.object(dflash, "choose_mask_token", lambda *_: 3),
+                patch.object(unrolled, "batch_of_text", lambda _: text),
                 patch.object(dflash, "batch_of_text", lambda _: text),
                 patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
                 torch.inference_mode(),

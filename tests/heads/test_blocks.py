@@ -20,7 +20,7 @@ from draftsmith.heads.layout import EmbeddingAndHead
 from draftsmith.inference.decode import generate, generate_one
 from draftsmith.inference.proposers.registry import load_proposer
 from draftsmith.inference.targets.target import Target
-from draftsmith.train.losses.first_weights import attend_nearby, block_weights, linear_fit, rescale
+from draftsmith.train.methods.dflash.method import METHOD, attend_nearby, linear_fit, rescale
 from tests.conftest import tiny_target
 from tests.helpers.architectures import architecture
 from tests.helpers.random_blocks import KINDS, random_block
@@ -192,7 +192,7 @@ def test_attention_begins_with_the_anchor_and_the_newest_context(quickstart: Tar
     for nearby in (False, True):
         torch.manual_seed(0)
         drafter = DFlashDrafter(shape, quickstart.embedding_and_head)
-        block_weights(drafter, None)
+        METHOD.first_weights(drafter, None)
         rescale(drafter, quickstart.tap_sizes(drafter.taps), keep=False)
         if nearby:
             attend_nearby(

@@ -20,7 +20,9 @@ from draftsmith.inference.targets.causal_model import Hidden
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.data.batches import collate
 from draftsmith.train.data.features import LiveTarget
-from draftsmith.train.methods.medusa.method import METHOD, MedusaLoss, MedusaObjective, copy_head
+from draftsmith.train.methods.medusa.config import MedusaLoss
+from draftsmith.train.methods.medusa.loss import MedusaObjective
+from draftsmith.train.methods.medusa.method import METHOD, copy_head
 from tests.conftest import ROOT
 
 MEDUSA = ROOT / "scripts" / "quickstart" / "drafters" / "medusa"

@@ -12,7 +12,9 @@ from draftsmith.distill.draft_models import DraftModelConfig, make_draft_model
 from draftsmith.train.data.features import Features, LiveTarget, check_packing
 from draftsmith.train.losses.memory import recomputed, recomputing
 from draftsmith.train.losses.unrolled import UnrolledObjective
-from draftsmith.train.methods.distill.method import DistillLoss, DistillObjective, runner_of
+from draftsmith.train.methods.distill.config import DistillLoss
+from draftsmith.train.methods.distill.loss import DistillObjective
+from draftsmith.train.methods.distill.method import runner_of
 from draftsmith.train.methods.eagle.config import EagleLoss
 from tests.conftest import tiny_target
 from tests.helpers.alignment import batch_of

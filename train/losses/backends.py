@@ -20,8 +20,6 @@ Backend = Literal["auto", "sdpa", "flex", "plain"]
 SMALLEST_HEAD = 16  # size of an attention head from which on FlexAttention's kernels take it
 GRAPHS = 64  # shapes of FlexAttention of one process: `bucket` leaves two for each power of two
 
-_COMPILED: dict[str, Any] = {}
-
 
 def backend_for(
     backend: Backend, device: torch.device, head: int, dtype: torch.dtype = torch.bfloat16
@@ -59,24 +57,21 @@ def flex_for(device: torch.device) -> Any:
     Uncompiled it holds all scores, which torch falls back to without an error after eight shapes,
     unless the limit is higher and the whole graph is asked for.
     """
-    return _compiled("attention", flex_attention, device)
+    if device.type == "cpu":
+        return flex_attention
+    # Kernels are made for fixed shapes, of which `bucket` leaves few.
+    return _compiled(flex_attention, dynamic=False, fullgraph=True)
 
 
 def block_mask(visible: Any, rows: int, queries: int, keys: int, device: torch.device) -> Any:
     """Return FlexAttention's mask of `visible(b, h, query, key)`, for all heads alike."""
     # Uncompiled, it makes all queries x keys bools before it looks at them in blocks.
-    make = _compiled("mask", create_block_mask, device)
+    make: Any = create_block_mask if device.type == "cpu" else _compiled(create_block_mask)
     return make(visible, rows, None, queries, keys, device=str(device))
 
 
-def _compiled(name: str, function: Any, device: torch.device) -> Any:
-    if device.type == "cpu":
-        return function
-    if name not in _COMPILED:
-        limit = torch.compiler.config.recompile_limit
-        torch.compiler.config.recompile_limit = max(limit, GRAPHS)
-        # Kernels are made for fixed shapes, of which `bucket` leaves few. The mask's function is
-        # compiled for any length.
-        options: Any = {"dynamic": False, "fullgraph": True} if name == "attention" else {}
-        _COMPILED[name] = torch.compile(function, **options)
-    return _COMPILED[name]
+@cache
+def _compiled(function: Any, **options: Any) -> Any:
+    config = torch.compiler.config
+    config.recompile_limit = max(config.recompile_limit, GRAPHS)
+    return torch.compile(function, **options)

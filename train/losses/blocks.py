@@ -59,44 +59,47 @@ class Anchors:
 
         None is drawn twice; a row with fewer roots leaves anchors over, which keep the shapes fixed
         and have no weight: with the roots 1, 3 and 4 and `count` 5 the anchors are 1 3 4 4 4. The
-        draw is a pure function of seed and the row's place in the data, whatever the ranks:
+        draw is a pure function of seed and the row's place in the data, not of the ranks:
         `BlockObjective` draws twice for one batch and has to get the same.
         """
         # R(a .. a + 1): the target wrote the root and the token that the first draft is about.
         valid = batch.reply_run(0, 1)
+        rows, length = valid.shape
         # The positions with the smallest of random keys in [0, 1) are a uniform draw without
-        # repetition. The key 2 comes after all of them: no root.
-        keys = torch.full(valid.shape, 2.0)
+        # repetition. The key 2 comes after all of them: no root. A row may have fewer positions
+        # than anchors are asked for.
+        keys = torch.full((rows, max(length, count)), 2.0)
         for row, number in enumerate(batch.numbers):
             # Runs whose seeds differ by one share a draw only at rows that are a million apart.
             generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
-            keys[row] = torch.rand(valid.shape[1], generator=generator)
-        keys = torch.where(valid, keys, 2.0)
-        best_keys, positions = keys.topk(min(count, keys.shape[1]), largest=False)
-        # A row may have fewer positions than anchors are asked for.
-        missing = count - best_keys.shape[1]
-        is_root = functional.pad(best_keys < 2, (0, missing))
-        positions = functional.pad(positions, (0, missing))
+            keys[row, :length] = torch.rand(length, generator=generator)
+        keys[:, :length].masked_fill_(~valid, 2.0)
+        best_keys, positions = keys.topk(count, largest=False)
         # Anchors without a root get position S, so that sorting moves them to the end, and then
         # the last root of their row, or 0 in a row that has none.
-        positions = torch.where(is_root, positions, batch.ids.shape[1]).sort(dim=-1).values
-        is_root = positions < batch.ids.shape[1]
+        positions = torch.where(best_keys < 2, positions, length).sort(dim=-1).values
+        is_root = positions < length
         last_root = torch.where(is_root, positions, 0).amax(-1, keepdim=True)
         positions = torch.where(is_root, positions, last_root)
         runs = [batch.reply_run(0, d).gather(1, positions) for d in range(1, drafts + 1)]
         # An anchor left over repeats a root, whose drafts must not count twice.
         return cls(positions, torch.stack(runs, dim=-1).float() * is_root[..., None])
 
-    def ahead(self, row: Tensor, device: torch.device, places: int) -> Tensor:
-        """Return `[B, Sa, D]` on `device`: what `row` `[B, S]` holds at a + places + 0 .. D - 1.
+    def drafts(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the R blocks with weight and what they learn, of the rows `ids` `[B, S]`.
 
-        Past the end of a row it is the last entry. With token ids, `places` 1 gives the labels
-        x[a+1] .. x[a+D] of an anchor, and `places` 0 the token before each draft.
+        They are the blocks `[R]`, as indices into those of all rows end to end; the positions of
+        their teachers, a .. a + D - 1, `[R, D]`, as indices into all rows end to end; their text
+        x[a] .. x[a+D] `[R, D + 1]`; their weights `[R, D]`. All are on the CPU, where the number R
+        is known without waiting. A draft without weight has an arbitrary teacher and label.
         """
-        steps = torch.arange(places, places + self.weights.shape[-1])
-        # A draft past the end has weight 0: what it reads only has to exist.
-        index = (self.places[..., None] + steps).clamp(max=row.shape[1] - 1).to(row.device)
-        return send(row.gather(1, index.flatten(1)).view(index.shape), device)
+        # Weights only fall within a block, so a block whose first draft has none has none at all.
+        blocks = self.weights[..., 0].flatten().nonzero()[:, 0]
+        steps = torch.arange(self.weights.shape[-1] + 1)
+        ahead = (self.places[..., None] + steps).clamp(max=ids.shape[1] - 1)
+        row_starts = torch.arange(0, ids.numel(), ids.shape[1])[:, None, None]
+        ahead = (row_starts + ahead).flatten(0, 1)[blocks]
+        return blocks, ahead[:, :-1], ids.flatten()[ahead], self.weights.flatten(0, 1)[blocks]
 
 
 class BlockAttention:
@@ -172,12 +175,10 @@ class BlockAttention:
                 positions = torch.arange(first, last, device=self._device)
                 before = (positions >= firsts) & (positions < anchors)
                 before = before.repeat_interleave(self._size, dim=1)
-                # The identity, each 1 grown to b x b: with two blocks of two slots
-                # 1 1 0 0 / 1 1 0 0 / 0 0 1 1 / 0 0 1 1.
-                same_block = torch.eye(end - start, dtype=torch.bool, device=self._device)
-                same_block = same_block.repeat_interleave(self._size, 0)
-                same_block = same_block.repeat_interleave(self._size, 1)
-                visible = torch.cat([before, same_block.expand(len(before), -1, -1)], dim=-1)
+                # With two blocks of two slots 1 1 0 0 / 1 1 0 0 / 0 0 1 1 / 0 0 1 1.
+                block = torch.arange(before.shape[1], device=self._device) // self._size
+                same_block = (block[:, None] == block).expand(len(before), -1, -1)
+                visible = torch.cat([before, same_block], dim=-1)
                 mask = aligned(visible, dtype)[:, None]
                 self._groups.append(_Group(start, end, first, last, mask))
         return self._groups
@@ -238,8 +239,7 @@ def contexts(drafter: DFlashDrafter, batch: Batch, taps: tuple[Tensor, ...]) -> 
     `taps` are the target's features `[B, S, H]`.
     """
     fused = drafter.fuse(taps)
-    rotary = drafter.rotary(send(batch.positions, fused.device))
-    pairs = drafter.context(fused, rotary)
+    pairs = drafter.context(fused, drafter.rotary(send(batch.positions, fused.device)))
     return [(keys.transpose(1, 2), values.transpose(1, 2)) for keys, values in pairs]
 
 

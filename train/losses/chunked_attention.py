@@ -11,6 +11,7 @@ size, n steps after step 0. C query rows of a chunk, N keys that it may see.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,7 +135,9 @@ class ChunkedAttention(torch.autograd.Function):
             seen = (chunk.row, slice(None), slice(chunk.first, chunk.end))
             keys_grad[seen] += grads[1].sum(1)
             values_grad[seen] += grads[2].sum(1)
-        later_grads = _diagonal_grads(gradient, grouped, output, weights, later, grouped_grad)
+        later_grads = []
+        if later:
+            later_grads = _diagonal_grads(gradient, grouped, output, weights, later, grouped_grad)
         grads = (grouped_grad.flatten(1, 2), keys_grad, values_grad, *later_grads)
         return None, *(grad.to(queries.dtype) for grad in grads)
 
@@ -142,6 +145,19 @@ class ChunkedAttention(torch.autograd.Function):
 def by_key_head(states: Tensor, key_heads: int) -> Tensor:
     """Return `[B, G, S, E]` as `[B, Gkv, r, S, E]`, for which keys and values need no copies."""
     return states.unflatten(1, (key_heads, -1))
+
+
+def diagonal_scores(grouped: Tensor, keys: Sequence[Tensor]) -> Tensor:
+    """Return the scores `[B, Gkv, r, S, n]` of each row with its own keys of n later steps.
+
+    `grouped` is `[B, Gkv, r, S, E]`, each of `keys` `[B, Gkv, S, E]`; scores are in float32 at
+    least.
+    """
+    grouped = grouped.to(wide_dtype(grouped.dtype))
+    # Products are summed along E: batched matrix products of n x E by E x 1 take three times as
+    # long on a CPU.
+    products = [(grouped * k[:, :, None]).sum(-1) for k in keys]
+    return torch.stack(products, dim=-1).mul_(grouped.shape[-1] ** -0.5)
 
 
 def _operands(
@@ -169,13 +185,9 @@ def _merge(
     block's log-sum is log 3, that of all is log 10. Its output gets the weight 3/10, and the
     diagonals' values 3/10 and 4/10.
     """
-    exact = grouped.to(log_sums.dtype)
-    # Products are summed along E: batched matrix products of n x E by E x 1 take three times as
-    # long on a CPU.
-    scores = [(exact * keys[:, :, None]).sum(-1) for keys in later[::2]]
-    stacked = torch.stack(scores, dim=-1).mul_(grouped.shape[-1] ** -0.5)
-    total = torch.logaddexp(log_sums, stacked.logsumexp(-1))
-    weights = stacked.sub_(total[..., None]).exp_()
+    scores = diagonal_scores(grouped, later[::2])
+    total = torch.logaddexp(log_sums, scores.logsumexp(-1))
+    weights = scores.sub_(total[..., None]).exp_()
     merged = output * (log_sums - total).exp_()[..., None]
     for j, values in enumerate(later[1::2]):
         merged.addcmul_(weights[..., j, None], values[:, :, None].to(merged.dtype))
@@ -186,7 +198,7 @@ def _diagonal_grads(
     gradient: Tensor,
     grouped: Tensor,
     output: Tensor,
-    weights: Tensor | None,
+    weights: Tensor,
     later: list[Tensor],
     grouped_grad: Tensor,
 ) -> list[Tensor]:
@@ -195,8 +207,6 @@ def _diagonal_grads(
     With the weight w of a key k with value v, and the gradient g of the output o, the score's
     gradient is w (g v - g o), and the value's is w g.
     """
-    if weights is None:
-        return []
     gradient, exact = gradient.to(weights.dtype), grouped.to(weights.dtype)
     offset = (gradient * output).sum(-1)
     grads = []

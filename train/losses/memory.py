@@ -31,22 +31,19 @@ def recomputing(function: Callable[..., Any]) -> Callable[..., Any]:
 def recomputed(
     layers: Iterable[nn.Module], within: Callable[[], AbstractContextManager[None]] = nullcontext
 ) -> Iterator[None]:
-    """Make each of the layers `recomputing` within this context, whatever mode the model is in.
+    """Make each of the layers `recomputing` within this context, in any mode of the model.
 
     Both runs of a layer are in a context of `within`; the second comes after this one has ended.
     """
 
-    def inside(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            with within():
-                return function(*arguments, **options)
-
-        return call
+    def run(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        with within():
+            return function(*arguments, **options)
 
     # Gone through twice, so that a generator would be empty the second time.
     layers = list(layers)
     for layer in layers:
-        layer.forward = recomputing(inside(layer.forward))
+        layer.forward = recomputing(partial(run, layer.forward))
     try:
         yield
     finally:

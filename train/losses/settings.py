@@ -27,6 +27,11 @@ class UnrolledLoss(Memory):
     rows_per_chunk: int = 128
     """Teacher positions whose logits exist at one time, each for all steps."""
 
+    @property
+    def term_weights(self) -> tuple[float, float]:
+        """Weights of the feature loss and of `loss`, of resolved settings."""
+        return 0.0, 1.0
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.steps is not None and self.steps < 1:

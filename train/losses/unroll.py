@@ -33,13 +33,19 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import AuxRequest
 
-from ...distill.divergences import wide_dtype
 from ...heads.layers import RecyclingDrafter
 from ...inference.rounds.device import send
 from ..config import Memory
 from ..data.batches import PADDING, Batch
 from .backends import Backend, backend_for, block_mask, bucket, flex_for
-from .chunked_attention import Chunk, ChunkedAttention, causal_chunks, causal_visible
+from .chunked_attention import (
+    Chunk,
+    ChunkedAttention,
+    by_key_head,
+    causal_chunks,
+    causal_visible,
+    diagonal_scores,
+)
 from .memory import recomputing
 
 Pair = tuple[Tensor, Tensor]
@@ -151,13 +157,9 @@ def _diagonals(queries: Tensor, later: list[Pair]) -> tuple[Tensor, Tensor]:
     That is its output `[B, G, S, E]`, as if there were no step 0, and the log of its softmax's
     denominator `[B, G, S]`, the mass with which the row competes with step 0.
     """
-    # Products are summed along E: batched matrix products of n x E by E x 1 take three times as
-    # long on a CPU.
-    # The heads that share keys get an axis of their own, so that keys and values need no copies.
-    grouped = queries.to(wide_dtype(queries.dtype)).unflatten(1, (later[0][0].shape[1], -1))
-    products = [(grouped * k[:, :, None]).sum(-1) for k, _ in later]
-    scores = torch.stack(products, dim=-1) * queries.shape[-1] ** -0.5
-    # Scores and softmax are in float32 at least; only the finished weights are rounded.
+    grouped = by_key_head(queries, later[0][0].shape[1])
+    scores = diagonal_scores(grouped, [keys for keys, _ in later])
+    # The softmax is in float32 at least too; only the finished weights are rounded.
     probs = scores.softmax(-1).to(queries.dtype)
     output = sum(probs[..., j, None] * v[:, :, None] for j, (_, v) in enumerate(later))
     assert isinstance(output, Tensor)
@@ -185,7 +187,6 @@ def unroll(
     token_parts = Ahead.apply(drafter.token_part(send(batch.ids, device)), steps)
     positions = send(batch.positions, device)
     state = drafter.fuse(taps, last)
-    layers = len(drafter.layers)
 
     def step(
         token_part: Tensor, state: Tensor, cosines: Tensor, sines: Tensor, *before: Tensor
@@ -203,7 +204,7 @@ def unroll(
             new.extend((keys, values))
             # With 2 layers, `before` is k0 v0 k1 v1 of step 0, then k0 v0 k1 v1 of step 1, ..:
             # layer 1 finds its own at 2 and 3, 6 and 7, ..
-            own = range(2 * layer, len(before), 2 * layers)
+            own = range(2 * layer, len(before), 2 * len(drafter.layers))
             pairs = [*((before[i], before[i + 1]) for i in own), (keys, values)]
             return attention(queries, pairs).transpose(1, 2).flatten(2)
 

@@ -1,4 +1,4 @@
-"""Loss of EAGLE drafters and MTP layers: rows, teachers and weights of the unrolled steps.
+"""Training of EAGLE drafters and MTP layers: rows, teachers and weights of the unrolled steps.
 
 Index table (docs/objectives.md#index-tables): step k at row t reads its own state of step k - 1
 (step 0: the target's features of t) and the token x[t+1+k]; its label is x[t+2+k], its teacher
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,26 +22,26 @@ from ...distill.divergences import overlap_of_probs, sum_in_chunks
 from ...distill.settings import LABELS_ONLY
 from ...heads.layers import RecyclingDrafter
 from ...inference.rounds.device import best_of, send
+from ...inference.targets.causal_model import Hidden
 from ..data.batches import Batch
 from ..data.features import Features
-from ..methods.eagle.config import EagleLoss
-from ..methods.mtp.config import MtpLoss
-from ..objectives import Sums, compared, depth_metrics, static_decay
+from ..method import RunT
+from ..objectives import DepthObjective, Sums, depth_metrics
+from ..outline import MetaTarget, Outline, work_of
+from .calibration import RankedMethod, batch_of_text, ranks_by_root
+from .settings import UnrolledLoss
 from .unroll import unroll
-from .vocabulary import VocabularyMap
+from .vocabulary import VocabularyMap, compare_drafts, table
 
-NOISE_LENGTH = 512  # length of a document in which the noise has just the size that it is given
+NOISE_LENGTH = 512  # length of a document in which the noise has the size that it is given
 
 
-class UnrolledObjective:
-    """Objective of EAGLE drafters and MTP layers.
-
-    By default EAGLE-1 is one step with a feature loss and noise, EAGLE-3 seven steps with neither.
-    """
+class UnrolledObjective(DepthObjective):
+    """Objective of drafters that are trained over their own states."""
 
     def __init__(
         self,
-        config: EagleLoss | MtpLoss,
+        config: UnrolledLoss,
         drafter: RecyclingDrafter,
         target_head: Callable[[Tensor], Tensor],
         seed: int = 0,
@@ -51,21 +51,11 @@ class UnrolledObjective:
 
         `noise` is the largest size of the noise on the features.
         """
-        self.taps, self.all_last = drafter.taps, drafter.reads_last
-        self._noise = noise
-        self.config, self._target_head, self._seed = config, target_head, seed
         assert config.steps is not None, "resolve the config first"
-        self.steps = config.steps
-        self.step_weights = static_decay(config.steps, config.decay)
-
-    def row_weights(self, batch: Batch) -> Tensor:
-        """Return the weight of each row at each step, `[B, S, D]`, on the CPU."""
-        return batch.learned(self.steps).float()
-
-    def weights(self, batch: Batch) -> dict[str, float]:
-        """Return the sum of the rows' weights at each step, from masks alone."""
-        totals = self.row_weights(batch).sum((0, 1), dtype=torch.float64).tolist()
-        return {f"step{k}": total for k, total in enumerate(totals)}
+        super().__init__(config.steps, config.decay)
+        self.taps, self.all_last = drafter.taps, drafter.reads_last
+        self.config, self._target_head = config, target_head
+        self._seed, self._noise = seed, noise
 
     def forward(
         self,
@@ -74,43 +64,33 @@ class UnrolledObjective:
         denominators: dict[str, float],
         measured: bool = True,
     ) -> tuple[Tensor, Sums]:
-        """Return the loss of a batch and its metric sums, see `Objective.forward`."""
         batch, last = features.batch, features.last
         taps, noisy_last = self._disturbed(batch, features)
-        outputs = unroll(drafter, batch, taps, noisy_last, self.steps, memory=self.config)
-        places = TeacherPlaces(self.row_weights(batch), last.device)
+        outputs = unroll(drafter, batch, taps, noisy_last, self.depths, memory=self.config)
+        places = TeacherPlaces(batch.learned(self.depths), last.device)
         hidden = places.by_teacher(outputs)
-        # Teachers are the target's states without the noise that the drafter reads.
-        measure = partial(
-            self._table, drafter, last.flatten(0, 1), VocabularyMap(drafter), measured
-        )
         ids = send(batch.ids.flatten(), last.device)
         # The label is one after its teacher. A teacher with weight is not the last position, so
         # the remainder never wraps; it keeps the index in range.
         labels = ids[(places.teachers + 1) % batch.ids.numel()]
-        # A step for which no rank has a draft has the count 0; its weights are 0 too, and 0 / 0 is
-        # NaN.
-        counts = [max(denominators[f"step{k}"], 1e-9) for k in range(self.steps)]
-        scales = [weight / count for weight, count in zip(self.step_weights, counts, strict=True)]
-        factors = places.weights * send(scales, last.device)
         loss, *tables = sum_in_chunks(
-            measure,
+            # Teachers are the target's states without the noise that the drafter reads.
+            partial(self._chunk, drafter, VocabularyMap(drafter), last.flatten(0, 1), measured),
             hidden,
-            (places.teachers, labels, factors),
+            (places.teachers, labels, self.factors(places.weights, denominators)),
             drafter.head_parameters,
             self.config.rows_per_chunk,
         )
         if not measured:
             return loss, {}
         # Survival is a product along the steps of a root, so metrics need tables by root.
-        by_root = (places.by_root(table) for table in (*tables, places.weights))
-        return loss, depth_metrics(*by_root)
+        return loss, depth_metrics(*map(places.by_root, (*tables, places.weights)))
 
     def _disturbed(self, batch: Batch, features: Features) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return taps and last state with the uniform noise of EAGLE-1.
+        """Return taps and last state with uniform noise.
 
-        The noise lies in +-`noise` * 512 / document length. It is a pure function of seed and place
-        in the data, whatever the ranks.
+        It lies in +-`noise` * 512 / document length. It is a pure function of seed and place
+        in the data, on any number of ranks.
         """
         if not self._noise:
             return features.taps, features.last
@@ -125,30 +105,36 @@ class UnrolledObjective:
         scaled = torch.stack(noise) * self._noise * NOISE_LENGTH / lengths
         return tuple(tap + scaled for tap in features.taps), features.last + scaled
 
-    def _table(
+    def _chunk(
         self,
         drafter: RecyclingDrafter,
-        last: Tensor,
         vocabulary: VocabularyMap,
+        last: Tensor,
         measured: bool,
         hidden: Tensor,
         teachers: Tensor,
         labels: Tensor,
         factors: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Return the loss of J teacher positions, then tables `[J, D]` if it is `measured`.
+        """Return the `table` of J teacher positions, each with the D drafts that it teaches.
 
-        The tables are: losses, 1 where the best token is the target's, overlap. A position's
-        distribution serves the D drafts about it: `hidden` `[J, D, H]`, `factors` `[J, D]`;
-        `teachers` and `labels` are `[J]`, `last` `[positions, Ht]` the target's states.
+        `hidden` is `[J, D, H]`, `factors` `[J, D]`; `teachers` and `labels` are `[J]`, `last`
+        `[positions, Ht]` the target's states.
         """
         config, states = self.config, last[teachers]
+        feature_weight, token_weight = config.term_weights
         with torch.no_grad():
             target_logits = self._target_head(states)
             # Columns of the drafter's head from here on, -1 for tokens that it does not have.
             best = vocabulary.columns(best_of(target_logits))[:, None]
             columns = vocabulary.columns(labels)[:, None].expand(factors.shape)
-            kept, rest = self._kept(best[:, 0], vocabulary, hidden)
+            kept: Any = slice(None)
+            rest = None
+            # Positions without a loss need no logits of the drafter. On a GPU the host would have
+            # to wait for their number.
+            if vocabulary.reduced and hidden.device.type == "cpu" and not feature_weight:
+                kept = (best[:, 0] >= 0).nonzero()[:, 0]
+                rest = (best[:, 0] < 0).nonzero()[:, 0]
             # One teacher for all drafts about it: `[J, 1, Vd]` against `[J, D, Vd]`.
             teacher = p = p_of_rest = None
             if config.loss not in LABELS_ONLY:
@@ -156,47 +142,65 @@ class UnrolledObjective:
             if measured:
                 p = vocabulary.probs(target_logits)[:, None]
                 p, p_of_rest = p[kept], None if rest is None else p[rest]
-        drafts = compared(
+        drafts = compare_drafts(
             config.loss, drafter.logits(hidden[kept]), columns[kept], best[kept], teacher, p,
-            outside=best[kept] < 0, overlaps=False,
+            overlaps=False,
         )  # fmt: skip
-        losses = drafts.losses * (config.token_weight or 0.0)
-        if config.feature_weight:
+        losses = drafts.losses * token_weight
+        if feature_weight:
             # The feature to come is h_{t+1+k}, the state that the teacher's logits are made of.
             target_feature = states.to(hidden.dtype)[:, None].expand_as(hidden)
             distances = functional.smooth_l1_loss(
                 drafter.feature(hidden), target_feature, reduction="none"
             )
-            losses = losses + config.feature_weight * distances.mean(-1)
-        loss = (losses * factors[kept]).sum()
-        if not measured:
-            return (loss,)
-        assert drafts.right is not None and drafts.overlaps is not None
-        tables = losses, drafts.right, drafts.overlaps
+            losses = losses + feature_weight * distances.mean(-1)
+        loss, *tables = table(drafts._replace(losses=losses), factors[kept], measured)
         if rest is None or p_of_rest is None:
             return loss, *tables
         with torch.no_grad():
             losses, right, overlaps = (
-                table.new_zeros(factors.shape).index_copy(0, kept, table) for table in tables
+                x.new_zeros(factors.shape).index_copy(0, kept, x) for x in tables
             )
             # Of the other positions overlaps alone are more than zero.
             q = torch.softmax(drafter.logits(hidden[rest]), -1, dtype=overlaps.dtype)
             overlaps[rest] = overlap_of_probs(q, p_of_rest)
         return loss, losses, right, overlaps
 
-    def _kept(
-        self, best: Tensor, vocabulary: VocabularyMap, hidden: Tensor
-    ) -> tuple[Any, Tensor | None]:
-        """Return the positions that may have a loss, and the others, None if all are kept.
 
-        `best` `[J]` are the columns of the target's best tokens.
-        """
-        # Positions without a loss need no logits of the drafter. On a GPU the host would have to
-        # wait for their number.
-        on_cpu = hidden.device.type == "cpu"
-        if self.config.feature_weight or not vocabulary.reduced or not on_cpu:
-            return slice(None), None
-        return (best >= 0).nonzero()[:, 0], (best < 0).nonzero()[:, 0]
+RecyclingT = TypeVar("RecyclingT", bound=RecyclingDrafter)
+
+
+class RecyclingMethod(RankedMethod[RunT, RecyclingT]):
+    """Base of methods whose drafters continue from their own output: EAGLE drafters, MTP layers."""
+
+    @torch.no_grad()
+    def teacher_forced(
+        self, drafter: RecyclingDrafter, hidden: Hidden, ids: Tensor, steps: int = 7
+    ) -> Tensor:
+        """Return `ranks_by_root` of the training pass."""
+        taps = tuple(tap[None] for tap in hidden.taps)
+        outputs = unroll(drafter, batch_of_text(ids), taps, hidden.last[None], steps, "sdpa")
+        columns = VocabularyMap(drafter).columns(ids)
+        return ranks_by_root(
+            ids, steps, columns, lambda k, rows: drafter.logits(outputs[k][0, :rows])
+        )
+
+    def unrolled_outline(
+        self, drafter: RecyclingT, loss: UnrolledLoss, target: MetaTarget, head: int
+    ) -> Outline:
+        """Return a drafter's outline for resolved settings; `head` is `FROZEN` or `TRAINED`."""
+        steps, hidden = loss.steps or 1, drafter.shape.hidden_size
+        drafted = target.vocab_size if drafter.d2t is None else len(drafter.d2t)
+        return Outline(
+            drafter,
+            # Each chunk has the logits of all steps, and those of the target for all of them.
+            logit_rows=round(loss.rows_per_chunk * (steps * drafted / target.vocab_size + 1)),
+            head_operations=head * hidden * drafted * steps,
+            **work_of(
+                drafter.layers, drafter.fc, hidden, loss.recompute, repeated=steps,
+                config=target.config,
+            ),
+        )  # fmt: skip
 
 
 class TeacherPlaces:
@@ -219,21 +223,19 @@ class TeacherPlaces:
     table change, columns do not.
     """
 
-    def __init__(self, weights: Tensor, device: torch.device) -> None:
-        """`weights` `[B, S, D]` are those of each row at each step, 0 where it has none.
+    def __init__(self, valid: Tensor, device: torch.device) -> None:
+        """`valid` `[B, S, D]` says which rows have a label at which step.
 
-        They are on the CPU, so that nothing here waits for a device.
+        It is on the CPU, so that nothing here waits for a device.
         """
-        batch, length, steps = weights.shape
-        valid = weights > 0
+        batch, length, steps = valid.shape
         k = torch.arange(steps)
         # The row that position j teaches at step k; before the text there is none.
         back = torch.arange(length)[:, None] - 1 - k
-        by_teacher = (weights[:, back.clamp(min=0), k] * (back >= 0)).flatten(0, 1)
-        has_draft = by_teacher > 0
+        by_teacher = (valid[:, back.clamp(min=0), k] & (back >= 0)).flatten(0, 1)
         # From here on positions count through all packed rows: position t of row r is r * S + t. A
         # draft with weight never crosses into the next packed row, so t + 1 + k stays what it is.
-        teachers = has_draft.any(-1).nonzero()[:, 0]
+        teachers = by_teacher.any(-1).nonzero()[:, 0]
         valid = valid.flatten(0, 1)
         roots = valid.any(-1).nonzero()[:, 0]
         # Index of each position among the teachers. A position that is not among them gets the

@@ -1,49 +1,30 @@
-"""Tokens in training: draft vocabularies, targets' distributions over them, and the mask token.
+"""Drafts compared with the target, and the tokens that a drafter does not have.
 
-The mask token is in the slots of a block that are to be drafted. It is one that texts do not hold,
-so that a drafter reads it as a slot and as nothing else. A text that holds it all the same is
-decoded as correctly as any other, only drafted worse.
+One rule holds for a token of the target that is not in the draft vocabulary. Its column is -1. As
+the target's best token it makes the draft a miss in the metrics, and the draft has no loss
+(`compare_drafts` has the exception); as a label it leaves the losses that read labels at 0. Its
+probability counts as missed in overlaps.
 
 Shapes: J teacher positions, V vocabulary, Vd draft vocabulary.
 """
 
 from __future__ import annotations
 
-import logging
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...distill.divergences import RENORMALISED, log_probs, wide_dtype
-from ...heads.errors import UserError
-from ...heads.vocabulary import VocabularyMaps, most_frequent, spread_ids
-from ...inference.targets.target import TargetSource
-from ..data.batches import Batches
-
-log = logging.getLogger(__name__)
-
-SMALLEST_ROW = 0.1  # smallest fit embedding row of a mask token, as a share of the usual size
-
-
-def special_ids(target: TargetSource) -> set[int]:
-    """Return the end tokens, without which no draft ends a reply, and all special tokens."""
-    special = set(target.eos_ids)
-    if (tokenizer := target.tokenizer) is not None:
-        tokens = [*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()]
-        # A tokenizer may have more tokens than the target's embedding has rows.
-        special |= {token for token in tokens if token < target.vocab_size}
-    return special
-
-
-def draft_vocabulary(size: int, target: TargetSource, batches: Batches) -> Tensor | None:
-    """Return the ascending target ids `[Vd]` of a draft vocabulary of `size` tokens.
-
-    They are those that the target writes most often in the data, and those that end its replies.
-    None stands for all tokens of the target. Raises `UserError` for too small a size.
-    """
-    if size >= target.vocab_size:
-        return None
-    return most_frequent(batches.token_counts(target.vocab_size), size, special_ids(target))
+from ...distill.divergences import (
+    RENORMALISED,
+    Teacher,
+    log_probs,
+    loss_of_logits,
+    overlap,
+    wide_dtype,
+)
+from ...distill.settings import NEEDS_LABELS, Divergence
+from ...heads.vocabulary import VocabularyMaps
 
 
 class VocabularyMap:
@@ -98,78 +79,63 @@ class VocabularyMap:
         return wide - target_logits.to(wide.dtype).logsumexp(-1, keepdim=True)[rows]
 
 
-def mask_token_for(asked: int | None, target: TargetSource, batches: Batches) -> int:
-    """Return a token that no reply holds and that has an embedding.
+class Drafts(NamedTuple):
+    """Drafts compared with what they have to learn; tensors of the shape of their labels."""
 
-    It is `asked` if given, else the first of `unused` that is fit. Raises `UserError` for an
-    `asked` token that is not fit, and where no token is known.
+    losses: Tensor
+    """Losses of the tokens, the only ones that carry a gradient."""
+    right: Tensor | None
+    """1 where the draft's best token is the target's, else 0; None without one to compare."""
+    overlaps: Tensor | None
+    """Overlaps of both distributions; None where they were not asked for."""
+    log_sums: Tensor
+    """The logits less these are log-probabilities."""
+
+
+def compare_drafts(
+    loss: Divergence,
+    logits: Tensor,
+    labels: Tensor,
+    best: Tensor | None,
+    log_p: Tensor | None,
+    p: Tensor | None = None,
+    teacher: Teacher | None = None,
+    overlaps: bool = True,
+    needs_best: bool = True,
+) -> Drafts:
+    """Return drafts with `logits` `[.., Vd]`, as the losses of all objectives judge them.
+
+    `labels` and `best`, the text's and the target's best tokens, are columns of the drafter's head.
+    `log_p`, or the `teacher` made of it, is what teaches; `overlaps` are those with `p`, else with
+    `log_p`. With `needs_best` a draft has no loss where its best token has no column; a loss that
+    reads labels alone can do without.
     """
-    if asked is not None and not 0 <= asked < target.vocab_size:
-        raise UserError(
-            f"heads.mask_token {asked} is no token: the target has {target.vocab_size}, from 0"
-        )
-    reply_counts = batches.token_counts(target.vocab_size)
-    if asked is not None:
-        if (reason := unfit(asked, target, reply_counts)) is not None:
-            raise UserError(
-                f"heads.mask_token {asked} {reason}; name a token that texts never hold"
-            )
-        return asked
-    for token in unused(target):
-        if unfit(token, target, reply_counts) is None:
-            return token
-    raise UserError(
-        "no unused token is known to mask drafts with; name one that texts never hold with "
-        "heads.mask_token"
-    )
+    # A label without a column is clamped to have one; its loss is set to 0.
+    found = loss_of_logits(loss, logits, log_p, labels.clamp(min=0), p, teacher)
+    losses = found.losses
+    if needs_best and best is not None:
+        losses = losses.masked_fill(best < 0, 0.0)
+    if loss in NEEDS_LABELS:
+        losses = losses.masked_fill(labels < 0, 0.0)
+    with torch.no_grad():
+        # A best token of -1 equals no column, so a draft that cannot be made is a miss.
+        right = None if best is None else (found.best == best).float()
+        alpha = found.overlaps
+        if alpha is None and overlaps and log_p is not None:
+            alpha = overlap(logits - found.log_sums[..., None], log_p)
+    return Drafts(losses, right, alpha, found.log_sums)
 
 
-def warn_of_mask_token(token: int, target: TargetSource, batches: Batches) -> None:
-    """Log a warning if the mask token that a drafter has learned with is not fit for these texts.
+def table(
+    drafts: Drafts, factors: Tensor, measured: bool, *more: Tensor, learned: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Return a chunk's loss and, if it is `measured`, its tables, as `sum_in_chunks` takes them.
 
-    It cannot have another one: texts that hold it are drafted worse, and decoded as correctly.
+    The loss is the sum of the drafts' losses, or of `learned`, times `factors`. The tables are what
+    `depth_metrics` reads: losses, 1 where the best token is the target's, overlaps; then `more`.
     """
-    reason = unfit(token, target, batches.token_counts(target.vocab_size))
-    if reason is not None:
-        log.warning("the drafter's mask token, %d, %s", token, reason)
-
-
-def unfit(token: int, target: TargetSource, counts: Tensor) -> str | None:
-    """Return the reason why a token cannot be the mask, as a part of a message; None if it can.
-
-    `counts` `[V]` says how often the texts hold each token.
-    """
-    # A median, because the rows of unused tokens, which may be near zero, hardly move it.
-    usual = float(row_sizes(spread_ids(target.vocab_size, 256), target).median())
-    # Norms make a small row large, but only down to their epsilon: from a row near zero all queries
-    # would be near zero too.
-    if row_sizes(torch.tensor([token]), target) < SMALLEST_ROW * usual:
-        return "has next to no embedding, from which nothing is drafted"
-    if token in target.eos_ids:
-        return "ends replies"
-    return f"occurs {int(counts[token])} times in the training replies" if counts[token] else None
-
-
-def row_sizes(ids: Tensor, target: TargetSource) -> Tensor:
-    """Return the norms of the embedding's rows of `ids`, on the CPU."""
-    return target.embedding_and_head.rows(ids.to(target.device)).float().norm(dim=-1).cpu()
-
-
-def unused(target: TargetSource) -> list[int]:
-    """Return tokens that texts can be trusted not to hold, best first.
-
-    These are the first row of the embedding past the tokenizer's own tokens, the mask token, tokens
-    whose names call them mask, reserved or unused, and the padding.
-    """
-    tokenizer = target.tokenizer
-    if tokenizer is None:
-        return []
-    named = []
-    for token, added in tokenizer.added_tokens_decoder.items():
-        if any(word in str(added).lower() for word in ("mask", "reserved", "unused")):
-            named.append(token)
-    # Embeddings are often padded to a round size: the first row after the tokens is in no text. The
-    # padding comes last: some tokenizers use a token for it that has another meaning too.
-    tokens = [len(tokenizer), tokenizer.mask_token_id, *sorted(named), tokenizer.pad_token_id]
-    # A tokenizer may have more tokens than the target's embedding has rows.
-    return [token for token in tokens if token is not None and token < target.vocab_size]
+    loss = ((drafts.losses if learned is None else learned) * factors).sum()
+    if not measured:
+        return (loss,)
+    assert drafts.right is not None and drafts.overlaps is not None
+    return loss, drafts.losses, drafts.right, drafts.overlaps, *more

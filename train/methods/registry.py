@@ -97,8 +97,16 @@ def method_for(path: str, given: MethodName | None = None) -> MethodName:
     if given is not None:
         return given
     run = read_yaml(Path(path))
-    keys = {part: list(run[part]) for part in OWN_PARTS if isinstance(run.get(part), Mapping)}
-    fitting: list[MethodName] = [name for name in METHODS if _knows(run_class_named(name), keys)]
+    keys = {part: {*run[part]} for part in OWN_PARTS if isinstance(run.get(part), Mapping)}
+
+    def knows_all(name: MethodName) -> bool:
+        types = get_type_hints(run_class_named(name))
+        return all(
+            part in types and names <= {field.name for field in fields(types[part])}
+            for part, names in keys.items()
+        )
+
+    fitting: list[MethodName] = [name for name in METHODS if knows_all(name)]
     if len(fitting) == 1:
         return fitting[0]
     path_names = (Path(path).stem, Path(path).absolute().parent.name)
@@ -107,12 +115,3 @@ def method_for(path: str, given: MethodName | None = None) -> MethodName:
         return named[0]
     which = f"{', '.join(fitting)} would read it" if fitting else "no method knows all its keys"
     raise UserError(f"which method is {path} for? {which}; name one with --method")
-
-
-def _knows(run_class: type[RunConfig], keys: Mapping[str, list[str]]) -> bool:
-    """Return whether a method's run has all sections in `keys`, with all keys named there."""
-    types = get_type_hints(run_class)
-    return all(
-        section in types and {*names} <= {field.name for field in fields(types[section])}
-        for section, names in keys.items()
-    )

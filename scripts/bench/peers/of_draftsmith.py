@@ -13,7 +13,8 @@ from draftsmith.heads.eagle import EagleShape, drafter_of
 from draftsmith.heads.layout import EmbeddingAndHead
 from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.data.features import Features
-from draftsmith.train.losses.unrolled import EagleLoss, UnrolledObjective
+from draftsmith.train.losses.unrolled import UnrolledObjective
+from draftsmith.train.methods.eagle.config import EagleLoss
 from draftsmith.train.methods.eagle.method import first_weights
 
 DEFAULT_STEPS = 7

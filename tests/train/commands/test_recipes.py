@@ -25,7 +25,7 @@ from draftsmith.heads.errors import UserError
 from draftsmith.heads.layers import rope_of
 from draftsmith.train.methods.eagle.method import EagleRun
 from draftsmith.train.methods.registry import METHODS, MethodName, method_named
-from draftsmith.train.outline import TargetSpec, outlined
+from draftsmith.train.outline import MetaTarget, meta_outline
 from tests.conftest import ROOT
 from tests.helpers.documents import anchors_of
 
@@ -84,8 +84,8 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def built(run: Any, recipe: Path) -> tuple[Any, dict[str, Any]]:
     """The run's drafter on the meta device, and its target's stored config."""
     method = method_named(recipe.parent.name)
-    drafter: Any = outlined(
-        method, run, TargetSpec(AutoConfig.from_pretrained(run.target.path))
+    drafter: Any = meta_outline(
+        method, run, MetaTarget(AutoConfig.from_pretrained(run.target.path))
     ).drafter
     assert all(p.device.type == "meta" for p in drafter.parameters())
     return drafter, raw(

@@ -10,7 +10,9 @@ import torch
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
 from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.data.features import Features, LiveTarget
-from draftsmith.train.methods.medusa.method import MedusaLoss, MedusaObjective, copy_head
+from draftsmith.train.methods.medusa.config import MedusaLoss
+from draftsmith.train.methods.medusa.loss import MedusaObjective
+from draftsmith.train.methods.medusa.method import copy_head
 from tests.conftest import tiny_target
 from tests.helpers.alignment import batch_of, cut
 
@@ -126,7 +128,7 @@ def test_a_batch_with_nothing_to_learn_from_touches_every_parameter() -> None:
     heads = MedusaHeads(MedusaConfig(3), TARGET.hidden_size, TARGET.vocab_size)
     objective = MedusaObjective(MedusaLoss(), 3, TARGET.head)
     loss, _ = objective.forward(
-        heads, Features(batch, features_of(batch)), {"head0": 4.0, "head1": 4.0, "head2": 4.0}
+        heads, Features(batch, features_of(batch)), {"depth0": 4.0, "depth1": 4.0, "depth2": 4.0}
     )
     loss.backward()
     assert float(loss.detach()) == 0

@@ -57,7 +57,8 @@ def test_flex_is_compiled_for_every_one_of_fifty_lengths() -> None:
         return original(function, backend="eager", **options)  # type: ignore[call-overload]
 
     limit = torch.compiler.config.recompile_limit
-    with patch.object(torch, "compile", compile_here), patch.dict(backends._COMPILED, clear=True):
+    backends._compiled.cache_clear()
+    with patch.object(torch, "compile", compile_here):
         try:
             attend = backends.flex_for(CUDA)
             for number in range(50):
@@ -67,5 +68,6 @@ def test_flex_is_compiled_for_every_one_of_fifty_lengths() -> None:
         finally:
             torch.compiler.config.recompile_limit = limit
             torch._dynamo.reset()
+            backends._compiled.cache_clear()
     assert compiled == [{"dynamic": False, "fullgraph": True}]
     assert flex_attention is backends.flex_for(CPU)

@@ -19,10 +19,11 @@ from draftsmith.heads.errors import UserError
 from draftsmith.heads.layers import RMSNorm
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
 from draftsmith.train.data.batches import collate
-from draftsmith.train.losses.first_weights import start_uncertain, take_heads_before
-from draftsmith.train.losses.vocabulary import warn_of_mask_token
+from draftsmith.train.losses.initialization import apply_init_from, shrink_logits
+from draftsmith.train.methods.dflash.method import warn_of_mask_token
 from draftsmith.train.methods.eagle import method as eagle
 from draftsmith.train.methods.medusa import method as medusa
+from draftsmith.train.methods.medusa.config import MedusaLoss
 from tests.conftest import by_default, tiny_target
 from tests.helpers.random_eagles import random_eagle
 from tests.helpers.training import launch, make_config, train
@@ -31,10 +32,10 @@ from tests.helpers.training import launch, make_config, train
 def test_a_norm_is_scaled_down_to_the_spread_asked_for_and_never_up() -> None:
     torch.manual_seed(0)
     norm, head, states = RMSNorm(64, 1e-6), torch.randn(500, 64), torch.randn(32, 64)
-    start_uncertain(norm, norm(states) @ head.T)
+    shrink_logits(norm, norm(states) @ head.T)
     assert float((norm(states) @ head.T).std(-1).mean()) == pytest.approx(1.0, rel=0.02)
     before = norm.weight.detach().clone()
-    start_uncertain(norm, norm(states) @ head.T, spread=4.0)
+    shrink_logits(norm, norm(states) @ head.T, spread=4.0)
     assert torch.equal(norm.weight, before)
 
 
@@ -66,7 +67,7 @@ def test_a_medusa_run_may_repeat_some_of_what_its_drafter_has(tmp_path: Path) ->
     drafter = MedusaHeads(config, target.hidden_size, target.vocab_size, lender)
     Artifact(drafter, target.fingerprint()).save(tmp_path / "x")
     run: Any = SimpleNamespace(init_from=str(tmp_path / "x"), heads=MedusaConfig(num_heads=2))
-    take_heads_before(run)
+    apply_init_from(run)
     before: Any = SimpleNamespace(drafter=drafter)
     batches: Any = None
     made = medusa.METHOD.make_drafter(run, target, batches, before)
@@ -75,7 +76,7 @@ def test_a_medusa_run_may_repeat_some_of_what_its_drafter_has(tmp_path: Path) ->
     with pytest.raises(
         UserError, match="x has num_heads 2, heads.num_heads says 3; set heads.num_heads to 2"
     ):
-        take_heads_before(run)
+        apply_init_from(run)
 
 
 @pytest.mark.parametrize("method", by_default(["eagle1", "dflash", "medusa"], "dflash"))
@@ -107,10 +108,10 @@ def test_features_are_those_of_the_drafter_that_a_run_begins_with(tmp_path: Path
     target = tiny_target()
     run: Any = SimpleNamespace(init_from=str(tmp_path / "one"), heads=EagleConfig())
     Artifact(random_eagle(target, "eagle1"), target.fingerprint()).save(tmp_path / "one")
-    take_heads_before(run)
+    apply_init_from(run)
     assert eagle.METHOD.features_of(run, target) == ((), True)
     run.heads, run.init_from = EagleConfig(taps=[0, 1]), None
-    take_heads_before(run)
+    apply_init_from(run)
     assert eagle.METHOD.features_of(run, target) == ((0, 1), False)
 
 
@@ -127,6 +128,6 @@ def test_medusa_trains_all_heads_of_the_drafter_that_a_run_begins_with() -> None
     """The run's own number of heads is the default, which a warm start does not look at."""
     target = tiny_target()
     drafter = MedusaHeads(MedusaConfig(num_heads=6), target.hidden_size, target.vocab_size, None)
-    run: Any = SimpleNamespace(objective=medusa.MedusaLoss(), heads=MedusaConfig())
+    run: Any = SimpleNamespace(objective=MedusaLoss(), heads=MedusaConfig())
     batch = collate([[(np.arange(9), np.ones(9, bool))]])
     assert len(medusa.METHOD.make_objective(run, target, drafter).weights(batch)) == 6

@@ -18,9 +18,11 @@ from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.data.features import Features, LiveTarget
 from draftsmith.train.losses.backends import Backend
 from draftsmith.train.losses.blocks import Anchors, BlockAttention, Pair, contexts, run_blocks
-from draftsmith.train.losses.vocabulary import mask_token_for, unused
-from draftsmith.train.methods.dflash.method import BlockLoss, BlockObjective
-from draftsmith.train.methods.dspark.method import DSparkLoss, DSparkObjective
+from draftsmith.train.methods.dflash.config import BlockLoss
+from draftsmith.train.methods.dflash.loss import BlockObjective
+from draftsmith.train.methods.dflash.method import choose_mask_token, unused_tokens
+from draftsmith.train.methods.dspark.config import DSparkLoss
+from draftsmith.train.methods.dspark.method import DSparkObjective
 from tests.conftest import tiny_target
 from tests.helpers.random_blocks import KINDS, random_block
 
@@ -55,15 +57,9 @@ def test_anchors_are_roots_and_weights_stop_where_the_reply_does() -> None:
         [1, 1, 0], [1, 0, 0],
         [0, 0, 0], [0, 0, 0],  # left over
     ]  # fmt: skip
-    labels, teachers = (
-        anchors.ahead(batch.ids, CPU, 1),
-        anchors.ahead(torch.arange(14)[None], CPU, 0),
-    )
-    assert labels[0, 0].tolist() == batch.ids[0, 5:8].tolist() and teachers[0, 0].tolist() == [
-        4,
-        5,
-        6,
-    ]
+    blocks, teachers, text, weights = anchors.drafts(batch.ids)
+    assert blocks.tolist() == [0, 1, 2, 3, 4, 5] and torch.equal(weights, anchors.weights[0, :6])
+    assert torch.equal(text[0], batch.ids[0, 4:8]) and teachers[0].tolist() == [4, 5, 6]
 
 
 def test_a_draft_across_a_turn_is_not_taught() -> None:
@@ -507,7 +503,7 @@ def test_the_mask_is_a_token_that_no_text_holds_and_that_has_an_embedding() -> N
     target = tiny_target()
 
     def find(asked, *held):
-        return mask_token_for(asked, target, Counted(*held))  # type: ignore[arg-type]
+        return choose_mask_token(asked, target, Counted(*held))  # type: ignore[arg-type]
 
     with pytest.raises(UserError, match="no unused token is known to mask drafts with; name one"):
         find(None)
@@ -515,18 +511,18 @@ def test_the_mask_is_a_token_that_no_text_holds_and_that_has_an_embedding() -> N
         (0, "mask_token 0 has next to no embedding"),
         (1, "mask_token 1 ends replies"),
         (7, "mask_token 7 occurs 2 times in the training replies"),
-        (9999, "mask_token 9999 is no token: the target has 291"),
+        (9999, "mask_token 9999 is not a token: the target has 291"),
     ):
         with pytest.raises(UserError, match=message):
             find(asked, 7, 8, 7)
     assert find(2, 7, 8) == 2
     target.tokenizer.add_special_tokens({"extra_special_tokens": ["<reserved_5>", "<mask>"]})
-    assert unused(target) == [0], "tokens that the model has no row for are none"
+    assert unused_tokens(target) == [0], "tokens that the model has no row for are none"
     wider = tiny_target(vocab_size=310)
-    assert unused(wider) == [291, 0] and mask_token_for(None, wider, Counted()) == 291  # type: ignore[arg-type]
+    assert unused_tokens(wider) == [291, 0] and choose_mask_token(None, wider, Counted()) == 291  # type: ignore[arg-type]
     wider.tokenizer.add_special_tokens({"extra_special_tokens": ["<reserved_5>", "<unused0>"]})
-    assert unused(wider) == [293, 291, 292, 0]
-    assert mask_token_for(None, wider, Counted(293)) == 291  # type: ignore[arg-type]
+    assert unused_tokens(wider) == [293, 291, 292, 0]
+    assert choose_mask_token(None, wider, Counted(293)) == 291  # type: ignore[arg-type]
 
 
 def test_options_that_would_change_nothing_are_refused() -> None:

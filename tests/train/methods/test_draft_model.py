@@ -24,14 +24,9 @@ from draftsmith.train.data.batches import Batch
 from draftsmith.train.data.config import Data, Source
 from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.data.rollouts import Rollouts
-from draftsmith.train.methods.distill.method import (
-    METHOD,
-    DistillLoss,
-    DistillObjective,
-    DistillRun,
-    check_draft_model,
-    runner_of,
-)
+from draftsmith.train.methods.distill.config import DistillLoss, DistillRun
+from draftsmith.train.methods.distill.loss import DistillObjective
+from draftsmith.train.methods.distill.method import METHOD, check_draft_model, runner_of
 from tests.conftest import ROOT
 from tests.helpers.alignment import batch_of
 from tests.helpers.architectures import architecture

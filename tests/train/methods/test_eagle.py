@@ -20,15 +20,10 @@ from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.data.features import Features, LiveTarget
 from draftsmith.train.losses.unroll import Ahead, unroll
 from draftsmith.train.losses.unrolled import TeacherPlaces, UnrolledObjective
+from draftsmith.train.methods.dflash.loss import survival_weights
 from draftsmith.train.methods.eagle.config import EagleLoss
 from draftsmith.train.methods.eagle.method import METHOD, NOISE, first_weights, freeze_head
-from draftsmith.train.objectives import (
-    acceptance_lengths,
-    depth_metrics,
-    smoothed,
-    static_decay,
-    survival_weights,
-)
+from draftsmith.train.objectives import acceptance_lengths, depth_metrics
 from tests.conftest import tiny_target
 from tests.helpers.alignment import batch_of, cut
 from tests.helpers.random_eagles import random_eagle
@@ -96,7 +91,7 @@ def plain_loss(
     """Step by step, row by row, straight from the index table; forward KL over the draft
     vocabulary."""
     normed = unroll(drafter, batch, features.taps, features.last, STEPS, "plain")
-    weights, total = static_decay(STEPS, 0.8), 0.0
+    weights, total = [0.8**k / sum(0.8**k for k in range(STEPS)) for k in range(STEPS)], 0.0
     kept = (
         drafter.draft_vocab_ids
         if drafter.draft_vocab_ids is not None
@@ -115,7 +110,7 @@ def plain_loss(
                     continue
                 p = teacher[kept].softmax(-1)
                 q = log_probs(drafter.logits(normed[k][b, t]))
-                total += float((p * (p.log() - q)).sum()) * weights[k] / denominators[f"step{k}"]
+                total += float((p * (p.log() - q)).sum()) * weights[k] / denominators[f"depth{k}"]
     return total
 
 
@@ -242,7 +237,7 @@ def test_eagle1_learns_the_next_feature_and_a_tenth_of_the_distribution() -> Non
     batch = batch_of((9, [(4, 9)]))
     features = features_of(batch, drafter)
     aim = objective(drafter, steps=None)
-    assert aim.steps == 1
+    assert aim.depths == 1
     loss, _ = aim.forward(drafter, features, aim.weights(batch))
     (output,) = unroll(drafter, batch, (), features.last, 1, "plain")
     total = 0.0
@@ -332,7 +327,6 @@ def test_survival_weights_match_hand_computed_values() -> None:
     valid = torch.tensor([[True, True, True], [True, True, False]])
     weights = survival_weights(chances, valid)
     torch.testing.assert_close(weights, torch.tensor([[0.74, 0.24, 0.04], [0.7, 0.2, 0.0]]))
-    torch.testing.assert_close(smoothed(chances)[0], torch.tensor([0.75, 0.7, 0.6]))
 
 
 def test_weighted_log_overlaps_have_the_gradient_of_end_to_end_tv() -> None:
@@ -403,7 +397,7 @@ def test_a_batch_with_nothing_to_learn_from_touches_every_parameter(kind: str) -
     batch = batch_of((5, []))
     aim = objective(drafter)
     loss, _ = aim.forward(
-        drafter, features_of(batch, drafter), {f"step{k}": 4.0 for k in range(STEPS)}
+        drafter, features_of(batch, drafter), {f"depth{k}": 4.0 for k in range(STEPS)}
     )
     loss.backward()
     assert float(loss.detach()) == 0

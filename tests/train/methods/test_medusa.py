@@ -25,9 +25,11 @@ from draftsmith.inference.proposers.registry import load_proposer
 from draftsmith.inference.targets.target import load_target
 from draftsmith.train.data.batches import collate
 from draftsmith.train.data.features import Features
-from draftsmith.train.losses.first_weights import take_heads_before
-from draftsmith.train.losses.ranks import ranks_in
-from draftsmith.train.methods.medusa.method import METHOD, MedusaLoss, MedusaObjective
+from draftsmith.train.losses.calibration import ranks_in
+from draftsmith.train.losses.initialization import apply_init_from
+from draftsmith.train.methods.medusa.config import MedusaLoss
+from draftsmith.train.methods.medusa.loss import MedusaObjective
+from draftsmith.train.methods.medusa.method import METHOD
 from tests.conftest import tiny_target
 from tests.helpers.random_artifacts import TARGET as EXPORTED_TARGET
 from tests.helpers.random_artifacts import heads as exported_heads
@@ -196,11 +198,11 @@ def test_run_with_draft_vocabulary_is_saved_and_continued(tmp_path: Path) -> Non
     assert loaded.eos_ids <= set(heads.draft_vocab_ids.tolist())
     assert load_file(folder / heads.weights_file)["0.1.weight"].shape == (60, 32)
     run: Any = SimpleNamespace(init_from=str(folder), heads=MedusaConfig())
-    take_heads_before(run)
+    apply_init_from(run)
     before, batches = Artifact.load(folder, loaded.fingerprint()), cast(Any, None)
     again = METHOD.make_drafter(run, loaded, batches, before)
     again.load_state_dict(heads.state_dict())
     assert run.heads == again.config == MedusaConfig(2, draft_vocab_size=60)
     run.heads = MedusaConfig(2, draft_vocab_size=50)
     with pytest.raises(UserError, match="draft_vocab_size 60, heads.draft_vocab_size says 50"):
-        take_heads_before(run)
+        apply_init_from(run)

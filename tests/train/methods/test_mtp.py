@@ -19,7 +19,7 @@ from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.targets.causal_model import Hidden
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.data.features import LiveTarget
-from draftsmith.train.losses.ranks import batch_of_text
+from draftsmith.train.losses.calibration import batch_of_text
 from draftsmith.train.losses.unroll import unroll
 from draftsmith.train.losses.unrolled import UnrolledObjective
 from draftsmith.train.methods.mtp.config import MtpLoss

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal, Self
 
 from ....distill.settings import Divergence
 from ....heads.drafter_configs import DFlashConfig
@@ -47,6 +47,12 @@ class BlockLoss(Memory):
                 "with it"
             )
         super().__post_init__()
+
+    def resolved(self, block_size: int) -> Self:
+        """Return these settings with the default of gamma, half of a block's slots, filled in."""
+        if self.weighting != "decay" or self.gamma is not None:
+            return self
+        return replace(self, gamma=float((block_size + 1) // 2))
 
 
 @dataclass

@@ -1,206 +1,60 @@
-"""Training of block drafters: blocks at random roots of texts that the target wrote.
+"""Training of DFlash drafters: initial weights, mask token, calibration.
 
-The labels of a block are the tokens that follow its anchor in the text (DFlash, arXiv 2602.06036).
-Index table (docs/objectives.md#index-tables): draft d of a block at anchor a, d = 1, 2, .., has the
-label x[a+d], the teacher p[a+d-1] and the weight R(a .. a+d), whichever slot makes it.
+The mask token is in the slots of a block that are to be drafted. It is one that texts do not hold,
+so that a drafter reads it as a slot and as nothing else. A text that holds it all the same is
+decoded as correctly as any other, only drafted worse.
 
-Example: prompt 0 .. 3, reply 4 .. 8, three drafts a block. Roots are 4 .. 7, since nothing follows
-8.
-
-    anchor   labels           teachers         weights
-    4        x5   x6   x7     p4   p5   p6     1  1  1
-    5        x6   x7   x8     p5   p6   p7     1  1  1
-    6        x7   x8   -      p6   p7   -      1  1  0
-    7        x8   -    -      p7   -    -      1  0  0
-
-Shapes: B packed rows, S positions, Sa anchors of a packed row, D drafts of a block, R blocks with
-weight, H hidden size, V vocabulary, Vd draft vocabulary, n roots that are run together.
+Shapes: S positions, D drafts of a block, n roots that are run together or sampled positions, F
+taps, H hidden size, E size of an attention head, V vocabulary, Vd draft vocabulary.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from ....distill.divergences import log_probs, sum_in_chunks
-from ....distill.settings import LABELS_ONLY
 from ....heads import dflash
 from ....heads.artifact import Artifact
 from ....heads.dflash import DFlashDrafter
+from ....heads.errors import UserError
 from ....heads.files import JsonObject
-from ....inference.rounds.device import best_of, send
+from ....heads.vocabulary import spread_ids
 from ....inference.targets.causal_model import Hidden
 from ....inference.targets.target import TargetSource
-from ...data.batches import Batch, Batches
-from ...data.features import Features
-from ...losses.blocks import Anchors, contexts, run_blocks
-from ...losses.first_weights import (
-    attend_nearby,
-    block_weights,
+from ...data.batches import Batches
+from ...losses.blocks import contexts, run_blocks
+from ...losses.calibration import RankedMethod, batch_of_text, ranks_in
+from ...losses.initialization import (
+    apply_init_from,
     check_gradients_pass,
-    rescale,
-    shape_before,
-    start_uncertain,
-    take_heads_before,
+    draft_vocabulary,
+    kept_shape,
+    shrink_logits,
 )
-from ...losses.ranks import batch_of_text, comparable_roots, rank_calibration, ranks_in
-from ...losses.vocabulary import VocabularyMap, draft_vocabulary, mask_token_for, warn_of_mask_token
-from ...method import FeaturesRead, Method
-from ...objectives import Sums, compared, depth_metrics, survival_weights
-from ...outline import FROZEN, TRAINED, Outline, TargetSpec, work_of
-from .config import BlockLoss, DFlashRun
+from ...losses.vocabulary import VocabularyMap
+from ...method import FeaturesRead
+from ...outline import FROZEN, TRAINED, MetaTarget, Outline, work_of
+from .config import DFlashRun
+from .loss import BlockObjective
+
+log = logging.getLogger(__name__)
 
 SPREAD = 0.25
 """Standard deviation of an untrained drafter's logits. It is small because states that are made
 from a mask token's embedding give the tokens of texts low probabilities."""
 PLACES = 32  # roots whose blocks `forced_blocks` runs at one time
-
-
-class BlockObjective:
-    """Objective of random blocks, whose drafts are weighed within each block."""
-
-    all_last = False
-    reads_overlaps = False
-    """True if `further_loss` needs the overlaps in every step, measured or not."""
-    further_metrics: tuple[str, ...] = ()
-    """Names of the metrics that the tables of `further_loss` give."""
-
-    def __init__(
-        self,
-        config: BlockLoss,
-        drafter: DFlashDrafter,
-        target_head: Callable[[Tensor], Tensor],
-        seed: int = 0,
-    ) -> None:
-        """`target_head` maps `[..., H]` after the final norm to logits `[..., V]`."""
-        self.config, self.taps = config, drafter.taps
-        self._target_head, self._seed = target_head, seed
-        self._drafts, size = drafter.drafts, drafter.shape.block_size
-        gamma = config.gamma or default_gamma(size)
-        # Column d is draft d + 1, so the first draft has weight 1.
-        self._decay = torch.tensor([math.exp(-d / gamma) for d in range(self._drafts)])
-        # Dynamic weights follow from the forward pass, but denominators are summed over all ranks
-        # before it. So the loss is divided by the number of drafts that there are to weigh.
-        if config.weighting != "decay":
-            self._decay = torch.ones(self._drafts)
-
-    def anchors(self, batch: Batch) -> Anchors:
-        return Anchors.drawn(batch, self.config.anchors, self._drafts, self._seed)
-
-    def weights(self, batch: Batch) -> dict[str, float]:
-        """Return the sum of the weights of a batch's drafts, from masks alone."""
-        weights = self.anchors(batch).weights * self._decay  # `forward` draws the same anchors
-        return {"drafts": float(weights.sum(dtype=torch.float64))}
-
-    def forward(
-        self,
-        drafter: DFlashDrafter,
-        features: Features,
-        denominators: dict[str, float],
-        measured: bool = True,
-    ) -> tuple[Tensor, Sums]:
-        """Return the loss of a batch and its metric sums, see `Objective.forward`."""
-        batch, device, config = features.batch, features.last.device, self.config
-        anchors = self.anchors(batch)
-        context = contexts(drafter, batch, features.taps)
-        outputs = run_blocks(drafter, batch, anchors.places, context, memory=config)
-        # Weights only fall within a block, so a block whose first draft has none has none at all.
-        # The index is made on the CPU, where its length is known without waiting.
-        blocks = anchors.weights[..., 0].flatten().nonzero()[:, 0]
-        device_blocks = send(blocks, device)
-        # Draft d of anchor a: the token before it x[a+d-1], the label x[a+d], the teacher p[a+d-1].
-        before = anchors.ahead(batch.ids, device, 0).flatten(0, 1)[device_blocks]
-        labels = anchors.ahead(batch.ids, device, 1).flatten(0, 1)[device_blocks]
-        # Teachers are indices into the states of all packed rows end to end: position t of row r
-        # is number r * S + t.
-        numbers = torch.arange(batch.ids.numel()).view(batch.ids.shape)
-        teachers = anchors.ahead(numbers, torch.device("cpu"), 0).flatten(0, 1)[blocks]
-        weights = send(anchors.weights.flatten(0, 1)[blocks], device)
-        last = features.last.flatten(0, 1)
-        # In a batch without any draft there is nothing to divide, but the denominator may be 0.
-        factors = weights * send(self._decay, device) / max(denominators["drafts"], 1e-9)
-        loss, *tables = sum_in_chunks(
-            partial(self._table, drafter, last, VocabularyMap(drafter), measured),
-            drafter.state(outputs.flatten(0, 1)[device_blocks], before),
-            (teachers, labels, factors),
-            drafter.head_parameters,
-            config.rows_per_chunk,
-        )
-        if not measured:
-            return loss, {}
-        losses, right, alpha, *more_tables = tables
-        sums = depth_metrics(losses, right, alpha, weights)
-        for name, table in zip(self.further_metrics, more_tables, strict=True):
-            sums[name] = ((table * weights).sum(), weights.sum())
-        return loss, sums
-
-    def _table(
-        self,
-        drafter: DFlashDrafter,
-        last: Tensor,
-        vocabulary: VocabularyMap,
-        measured: bool,
-        state: Tensor,
-        teachers: Tensor,
-        labels: Tensor,
-        factors: Tensor,
-    ) -> tuple[Tensor, ...]:
-        """Return the loss of R blocks, then tables `[R, D]` if it is `measured`.
-
-        The tables are: losses, 1 where the best token is the target's, overlap, and those of
-        `further_loss`. `state` `[R, D, ..]` is as the drafter's head reads it, `last`
-        `[positions, H]` are the target's states; `teachers`, `labels` and `factors` (0 for a draft
-        without weight) are `[R, D]`. `teachers` are on the CPU, so that finding the distinct ones
-        waits for nothing.
-        """
-        # Blocks at neighbouring anchors share most of their teachers (draft 2 of anchor 4 and draft
-        # 1 of anchor 5 both have p[5]), so the target's head runs once for each distinct position.
-        positions, position_of = (
-            send(t, last.device) for t in teachers.unique(return_inverse=True)
-        )
-        config, log_p, best, outside = self.config, None, None, None
-        overlaps = measured or self.reads_overlaps or config.weighting == "survival"
-        # As columns of the drafter's head, from here on; -1 for tokens that it does not have.
-        labels = vocabulary.columns(labels)
-        if overlaps or config.loss not in LABELS_ONLY:
-            with torch.no_grad():
-                target_log_p = log_probs(self._target_head(last[positions]))
-                # of float32 tables, in which a CPU finds the best faster than in bfloat16 logits
-                best = vocabulary.columns(best_of(target_log_p))[position_of]
-                log_p = vocabulary.restrict(target_log_p)[position_of]
-        if vocabulary.reduced and config.loss not in LABELS_ONLY:
-            assert best is not None
-            outside = best < 0
-        drafts = compared(
-            config.loss, drafter.logits(state), labels, best, log_p,
-            outside=outside, overlaps=overlaps, d_pace=config.weighting == "d-pace",
-        )  # fmt: skip
-        losses, scale = drafts.losses, factors
-        if config.weighting != "decay":
-            assert drafts.chances is not None
-            scale = factors * survival_weights(drafts.chances, factors > 0)
-        more, tables = self.further_loss(drafter, state, drafts.overlaps)
-        loss = ((losses + more) * scale).sum()
-        if not measured:
-            return (loss,)
-        assert drafts.right is not None and drafts.overlaps is not None
-        return loss, losses, drafts.right, drafts.overlaps, *tables
-
-    def further_loss(
-        self, drafter: DFlashDrafter, state: Tensor, alpha: Tensor | None
-    ) -> tuple[Tensor | float, tuple[Tensor, ...]]:
-        """Return what a method adds to the losses `[R, D]`, and its tables `[R, D]` for metrics.
-
-        The overlaps `alpha` `[R, D]` are given in any case to a method that `reads_overlaps`.
-        """
-        return 0.0, ()
+# Length of the direction that queries and keys share at first (`attend_nearby`); random weights
+# alone give them a length of about 3 in another direction each, for heads of size 32.
+NEARBY = 5.0
+RIDGE = 0.03  # of `linear_fit`, relative to the mean squared length of a row
+SMALLEST_ROW = 0.1  # smallest fit embedding row of a mask token, as a share of the usual size
 
 
 def forced_blocks(
@@ -211,66 +65,191 @@ def forced_blocks(
     Yields the blocks' outputs `[n, D, H]`, the text's token before each draft `[n, D]` and the
     text's token in its place `[n, D]`, -1 past the end.
 
-    Example: in a text of 5 tokens, root 3 with three drafts has x3 x4 x4 before them (past the end
-    the last token is repeated, which nothing reads) and x4 -1 -1 in their places.
+    Example: in a text of 5 tokens, root 3 with three drafts has x3 x4 0 before them (past the end
+    any token does, which nothing reads) and x4 -1 -1 in their places.
     """
     length, batch = len(ids), batch_of_text(ids)
     context = contexts(drafter, batch, tuple(tap[None] for tap in hidden.taps))
-    depths = torch.arange(1, drafter.drafts + 1, device=ids.device)
+    ahead = functional.pad(ids, (0, drafter.drafts), value=-1).unfold(0, drafter.drafts + 1, 1)
     for start in range(0, length, PLACES):
-        roots = torch.arange(start, min(start + PLACES, length))
         # Always as many blocks: kernels of other sizes would be compiled for each.
-        padded = functional.pad(roots, (0, PLACES - len(roots)), value=length - 1)
-        outputs = run_blocks(drafter, batch, padded[None], context)[0, : len(roots)]
-        positions = roots.to(ids.device)[:, None] + depths
-        labels = torch.where(positions < length, ids[positions.clamp(max=length - 1)], -1)
-        before = ids[(positions - 1).clamp(max=length - 1)]
-        yield outputs, before, labels
+        roots = torch.arange(start, start + PLACES).clamp(max=length - 1)
+        text = ahead[start : start + PLACES]
+        outputs = run_blocks(drafter, batch, roots[None], context)[0, : len(text)]
+        yield outputs, text[:, :-1].clamp(min=0), text[:, 1:]
 
 
-def start(drafter: DFlashDrafter, target: TargetSource, batches: Batches) -> None:
-    """Give an untrained drafter what it can have of its target and of the texts.
+@torch.no_grad()
+def rescale(drafter: DFlashDrafter, tap_sizes: tuple[float, ...], keep: bool) -> None:
+    """Divide the taps by powers of two near their sizes `tap_sizes`, root mean squares.
 
-    The order matters: `attend_nearby` is fitted to fused taps, so their scales come before it, and
-    the size of the first logits follows from all of it.
+    With it `fc` learns at the pace of the other matrices: raw taps have sizes of 10 to 100, the
+    weights of `fc` would be as much smaller, and a step of AdamW would change them by as much as
+    they are. With `keep` the drafter computes the same as before, bit for bit (a factor that is a
+    power of two rounds nothing).
     """
-    shape = drafter.shape
-    ids = draft_vocabulary(shape.draft_vocab_size or shape.vocab_size, target, batches)
-    block_weights(drafter, target.final_norm_weight(), ids)
-    # `keep=False`: nothing is trained yet, so what the drafter computes may change.
-    rescale(drafter, target.tap_sizes(drafter.taps), keep=False)
-    # One position is left over, because a server writes a token with every request.
-    ids = batches.sample_ids(target.max_positions - 1)
-    taps = tuple(tap.cpu() for tap in target.tap_sample(ids, drafter.taps))
-    attend_nearby(drafter, taps, torch.tensor(ids))
-    # Blocks read taps alone, so any tensor does in place of the last state. The first roots are
-    # enough to judge the size of logits by.
-    hidden = Hidden(taps[0], taps)
-    outputs, _, _ = next(forced_blocks(drafter, hidden, torch.tensor(ids)))
-    # The drafter is still on the CPU and in float32, the target's head may be elsewhere.
-    states = drafter.norm(outputs).to(target.device, target.dtype)
-    start_uncertain(drafter.norm, target.embedding_and_head.head(states).cpu(), SPREAD)
+    # Example: a tap of size 27, near 2^5, is multiplied by 1/32.
+    powers = [2.0 ** -round(math.log2(size)) for size in tap_sizes]
+    scales = torch.tensor(powers, device=drafter.tap_scales.device)
+    if keep:
+        # `fc` reads taps times scale: what the scale gains, the weight has to lose.
+        drafter.fc.weight.div_(drafter.columns(scales / drafter.tap_scales))
+    drafter.tap_scales.copy_(scales)
 
 
-def ready(target: TargetSource, drafter: DFlashDrafter) -> None:
-    """Make a drafter, new or from disk, fit to learn.
+@torch.no_grad()
+def attend_nearby(drafter: DFlashDrafter, taps: tuple[Tensor, ...], ids: Tensor) -> None:
+    """Let queries and keys begin so that attention finds the rows that a draft depends on.
 
-    Raises `UserError` in float16, where gradients cannot pass.
+    `taps` `[n, H]` each and `ids` `[n]` are a sample of the target's features and tokens. A third
+    of the key-value heads (at least one, if there are several) begins with the anchor's token, the
+    others with the newest positions of the context. With random weights attention starts out even
+    over hundreds of rows.
+
+    All queries of a head begin with one direction, and each key with the same direction times how
+    much its row is wanted, a linear function of the row that is fitted to the sample. Rotary
+    positions tell which of the wanted rows is nearest: the direction for the context lies in the
+    half of the head that rotates fast, so that its product fades with distance, the one for the
+    anchor in the slow half. For the quickstart target the first draft is then right 20% of the time
+    after 200 steps, with random weights 9% (docs/log/2026-11-experiments.md).
     """
-    check_gradients_pass(target)
-    # On disk the scales of the taps are multiplied into `fc`, so a loaded drafter has none. They
-    # are taken out again, which changes nothing that it computes: with them in it, `fc` has small
-    # weights for large inputs, and a step of the optimiser changes it too much.
+    query_fit, anchor_fit, context_fit = _fit_rows(drafter, taps, ids)
+    size, numbers = drafter.shape.head_dim, torch.arange(drafter.shape.head_dim)
+    # Number i of a head is paired with i + rotary.size / 2, and frequencies fall with i: the
+    # first quarter of the rotated part turns fast, the second quarter slowly.
+    fast = numbers < drafter.rotary.size // 4
+    slow = ~fast & (numbers < drafter.rotary.size // 2)
+    for layer in drafter.decoder_layers:
+        # One matrix `[E, H]` for each attention head and key-value head, as views: adding to them
+        # changes the layer. Values begin at random.
+        queries, keys, _ = layer.qkv.weight.unflatten(0, (-1, size)).split(
+            [layer.heads, layer.kv_heads, layer.kv_heads]
+        )
+        for head, key in enumerate(keys):
+            to_anchor = head < max(layer.kv_heads // 3, 1) and layer.kv_heads > 1
+            half = slow if to_anchor else fast
+            direction = functional.normalize(half.to(query_fit), dim=0) * NEARBY
+            key += torch.outer(direction, anchor_fit if to_anchor else context_fit)
+            # All attention heads that share this key-value head get the same queries.
+            shared = queries.unflatten(0, (layer.kv_heads, -1))[head]
+            shared += torch.outer(direction, query_fit)
+
+
+def _fit_rows(
+    drafter: DFlashDrafter, taps: tuple[Tensor, ...], ids: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return three linear functions `[H]` of a normed row, fitted to the sample of `attend_nearby`.
+
+    The first is near 1 for the rows of a block, which have queries, and near 0 for the context. The
+    second is near 1 for anchors' tokens, the third for the context, and each near -1 for all other
+    rows.
+    """
+    width = drafter.norm.weight.shape
+    fused = drafter.fuse(tuple(tap[None] for tap in taps))[0]
+    context = functional.rms_norm(fused.float(), width)
+    slots = drafter.embed(ids[None])[0].unflatten(0, (len(ids), -1))
+    embedded = functional.rms_norm(slots.float(), width)
+    # Every slot but the first holds the mask token: one is repeated, so that it weighs as much as
+    # the other two kinds of rows.
+    tokens, masks = embedded[:, 0], embedded[:1, 1].expand(len(ids), -1)
+    rows = torch.cat([context, tokens, masks])
+    values = torch.tensor([[0.0, 1.0, 1.0], [-1.0, 1.0, -1.0], [1.0, -1.0, -1.0]])
+    wanted = values.to(rows.device).repeat_interleave(len(ids), dim=1)
+    return linear_fit(rows, wanted[0]), linear_fit(rows, wanted[1]), linear_fit(rows, wanted[2])
+
+
+def linear_fit(rows: Tensor, wanted: Tensor) -> Tensor:
+    """Return `w` `[H]` such that `rows @ w` is near `wanted` `[n]`, for `rows` `[n, H]`.
+
+    This is ridge regression in its dual form, w = X^T (X X^T + c I)^-1 y, where c is `RIDGE` times
+    the mean squared length of a row.
+    """
+    # The dual form solves a system of n rows instead of H columns.
+    products = rows @ rows.T
+    return rows.T @ torch.linalg.solve(
+        products + RIDGE * products.diagonal().mean() * torch.eye(len(rows)).to(rows), wanted
+    )
+
+
+def restore_tap_scales(drafter: DFlashDrafter, target: TargetSource) -> None:
+    """Take the scales of the taps out of the `fc` of a drafter that was loaded.
+
+    On disk they are multiplied into it, which computes the same. But such an `fc` has small weights
+    for large inputs, and a step of the optimiser changes it too much.
+    """
     if bool((drafter.tap_scales == 1).all()):
         rescale(drafter, target.tap_sizes(drafter.taps), keep=True)
 
 
-def default_gamma(block_size: int) -> float:
-    """Return the length of weighting decay: half of a block's slots."""
-    return float((block_size + 1) // 2)
+def choose_mask_token(asked: int | None, target: TargetSource, batches: Batches) -> int:
+    """Return a token that no reply holds and that has an embedding.
+
+    It is `asked` if given, else the first of `unused_tokens` that is fit. Raises `UserError` for an
+    `asked` token that is not fit, and where no token is known.
+    """
+    reply_counts = batches.token_counts(target.vocab_size)
+    for token in unused_tokens(target) if asked is None else [asked]:
+        if (reason := unfit_reason(token, target, reply_counts)) is None:
+            return token
+        if asked is not None:
+            raise UserError(
+                f"heads.mask_token {asked} {reason}; name a token that texts never hold"
+            )
+    raise UserError(
+        "no unused token is known to mask drafts with; name one that texts never hold with "
+        "heads.mask_token"
+    )
 
 
-class DFlashMethod(Method[DFlashRun, DFlashDrafter]):
+def warn_of_mask_token(token: int, target: TargetSource, batches: Batches) -> None:
+    """Log a warning if the mask token that a drafter has learned with is not fit for these texts.
+
+    It cannot have another one: texts that hold it are drafted worse, and decoded as correctly.
+    """
+    reason = unfit_reason(token, target, batches.token_counts(target.vocab_size))
+    if reason is not None:
+        log.warning("the drafter's mask token, %d, %s", token, reason)
+
+
+def unfit_reason(token: int, target: TargetSource, counts: Tensor) -> str | None:
+    """Return the reason why a token cannot be the mask, as a part of a message; None if it can.
+
+    `counts` `[V]` says how often the texts hold each token.
+    """
+    if not 0 <= token < target.vocab_size:
+        return f"is not a token: the target has {target.vocab_size}, from 0"
+    ids = torch.cat([torch.tensor([token]), spread_ids(target.vocab_size, 256)]).to(target.device)
+    sizes = target.embedding_and_head.rows(ids).float().norm(dim=-1)
+    # Norms make a small row large, but only down to their epsilon: from a row near zero all queries
+    # would be near zero too. The median is hardly moved by the rows of other unused tokens.
+    if sizes[0] < SMALLEST_ROW * sizes[1:].median():
+        return "has next to no embedding, from which nothing is drafted"
+    if token in target.eos_ids:
+        return "ends replies"
+    return f"occurs {int(counts[token])} times in the training replies" if counts[token] else None
+
+
+def unused_tokens(target: TargetSource) -> list[int]:
+    """Return tokens that texts can be trusted not to hold, best first.
+
+    These are the first row of the embedding past the tokenizer's own tokens, the mask token, tokens
+    whose names call them mask, reserved or unused, and the padding.
+    """
+    tokenizer = target.tokenizer
+    if tokenizer is None:
+        return []
+    named = []
+    for token, added in tokenizer.added_tokens_decoder.items():
+        if any(word in str(added).lower() for word in ("mask", "reserved", "unused")):
+            named.append(token)
+    # Embeddings are often padded to a round size: the first row after the tokens is in no text. The
+    # padding comes last: some tokenizers use a token for it that has another meaning too.
+    tokens = [len(tokenizer), tokenizer.mask_token_id, *sorted(named), tokenizer.pad_token_id]
+    # A tokenizer may have more tokens than the target's embedding has rows.
+    return [token for token in tokens if token is not None and token < target.vocab_size]
+
+
+class DFlashMethod(RankedMethod[DFlashRun, DFlashDrafter]):
     """Training of DFlash drafters, and what DSpark's shares with it."""
 
     run_class = DFlashRun
@@ -279,23 +258,22 @@ class DFlashMethod(Method[DFlashRun, DFlashDrafter]):
     configs: Any = dflash
     """Module of the drafter's configuration, with `shape_for`."""
 
-    def shape(self, run: DFlashRun, target: TargetSource | TargetSpec) -> Any:
+    def shape(self, run: DFlashRun, target: TargetSource | MetaTarget) -> Any:
         """Return the drafter's shape, with any mask token where none is chosen yet."""
         return self.configs.shape_for(run.heads, target.config, run.heads.mask_token or 0)
 
-    def features_of(self, run: DFlashRun, target: TargetSource | TargetSpec) -> FeaturesRead:
+    def features_of(self, run: DFlashRun, target: TargetSource | MetaTarget) -> FeaturesRead:
         return self.shape(run, target).taps, False
 
-    def resolve(self, run: DFlashRun, target: TargetSpec) -> None:
-        take_heads_before(run)
+    def resolve(self, run: DFlashRun, target: MetaTarget) -> None:
+        apply_init_from(run)
         shape = self.shape(run, target)
         run.heads = replace(
             run.heads, taps=list(shape.taps), intermediate_size=shape.intermediate_size
         )
-        if run.objective.weighting == "decay" and run.objective.gamma is None:
-            run.objective = replace(run.objective, gamma=default_gamma(shape.block_size))
+        run.objective = run.objective.resolved(shape.block_size)
 
-    def outline(self, run: DFlashRun, target: TargetSpec) -> Outline:
+    def outline(self, run: DFlashRun, target: MetaTarget) -> Outline:
         """Return the run's `Outline`.
 
         Every position is context once: `fc`, then keys and values of each layer. The layers
@@ -323,25 +301,53 @@ class DFlashMethod(Method[DFlashRun, DFlashDrafter]):
     def make_drafter(
         self, run: DFlashRun, target: TargetSource, batches: Batches, before: Artifact | None
     ) -> DFlashDrafter:
-        """Return a drafter, see `Method.make_drafter`.
-
-        A drafter that is trained on keeps its shape, which is logged. Raises `UserError` if no mask
-        token is fit.
-        """
         if before is not None:
-            warn_of_mask_token(before.drafter.shape.mask_token, target, batches)
-            shape = shape_before(run, target, before, self.configs)
-            return self.drafter_class(shape, target.embedding_and_head)
-        mask_token = mask_token_for(run.heads.mask_token, target, batches)
+            mask_token = before.drafter.shape.mask_token
+            warn_of_mask_token(mask_token, target, batches)
+            expected = self.configs.shape_for(run.heads, target.config, mask_token)
+            return self.drafter_class(kept_shape(run, before, expected), target.embedding_and_head)
+        mask_token = choose_mask_token(run.heads.mask_token, target, batches)
         shape = self.configs.shape_for(run.heads, target.config, mask_token)
         drafter = self.drafter_class(shape, target.embedding_and_head)
-        start(drafter, target, batches)
+        self.initialize(drafter, target, batches)
         return drafter
+
+    def initialize(self, drafter: DFlashDrafter, target: TargetSource, batches: Batches) -> None:
+        """Give an untrained drafter what it can have of its target and of the texts.
+
+        The order matters: `attend_nearby` is fitted to fused taps, so their scales come before it,
+        and the size of the first logits follows from all of it.
+        """
+        shape = drafter.shape
+        ids = draft_vocabulary(shape.draft_vocab_size or shape.vocab_size, target, batches)
+        if ids is not None:
+            drafter.set_maps(ids)
+        self.first_weights(drafter, target.final_norm_weight())
+        # `keep=False`: nothing is trained yet, so what the drafter computes may change.
+        rescale(drafter, target.tap_sizes(drafter.taps), keep=False)
+        # One position is left over, because a server writes a token with every request.
+        ids = batches.sample_ids(target.max_positions - 1)
+        taps = tuple(tap.cpu() for tap in target.tap_sample(ids, drafter.taps))
+        attend_nearby(drafter, taps, torch.tensor(ids))
+        # Blocks read taps alone, so any tensor does in place of the last state. The first roots are
+        # enough to judge the size of logits by.
+        outputs, _, _ = next(forced_blocks(drafter, Hidden(taps[0], taps), torch.tensor(ids)))
+        # The drafter is still on the CPU and in float32, the target's head may be elsewhere.
+        states = drafter.norm(outputs).to(target.device, target.dtype)
+        shrink_logits(drafter.norm, target.embedding_and_head.head(states).cpu(), SPREAD)
+
+    @torch.no_grad()
+    def first_weights(self, drafter: DFlashDrafter, norm_weight: Tensor | None) -> None:
+        """Set the final norm to the target's `[H]`, and `fc` to weigh rescaled taps the same."""
+        if norm_weight is not None:
+            drafter.norm.weight.copy_(norm_weight)
+        nn.init.normal_(drafter.fc.weight, std=drafter.fc.weight.shape[1] ** -0.5)
 
     def make_objective(
         self, run: DFlashRun, target: TargetSource, drafter: DFlashDrafter
     ) -> BlockObjective:
-        ready(target, drafter)
+        check_gradients_pass(target)
+        restore_tap_scales(drafter, target)
         return self.objective_class(run.objective, drafter, target.head, run.seed)
 
     @torch.no_grad()
@@ -358,11 +364,8 @@ class DFlashMethod(Method[DFlashRun, DFlashDrafter]):
             ranks.append(ranks_in(logits, vocabulary.columns(labels)))
         return torch.cat(ranks)
 
-    def calibrate(self, outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> JsonObject:
-        """Return the rank accuracies of the drafter, and the tree of evaluation."""
-        ranks = comparable_roots(outcomes)
-        length = min(ranks.shape[1], tree_nodes)
-        return rank_calibration(ranks, tree_nodes) | {"length": length}
+    def tree_of_evaluation(self, depths: int, tree_nodes: int) -> JsonObject:
+        return {"length": min(depths, tree_nodes)}
 
 
 METHOD = DFlashMethod()

@@ -1,1 +1,1 @@
-"""Training of Draft models."""
+"""Distillation of draft models."""

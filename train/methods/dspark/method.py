@@ -2,25 +2,28 @@
 
 Each draft also reads the token before it, in training the text's own, and each draft has a
 confidence, which learns how much of its distribution the target would accept. Anchors, labels,
-teachers and weights are those of `dflash.py`.
+teachers and weights are those of DFlash.
 
-Shapes: R blocks with weight, D drafts of a block, H hidden size, r rank of the
-transition.
+Shapes: R blocks with weight, D drafts of a block, H hidden size.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.nn import functional
 
 from ....heads import dspark
 from ....heads.dspark import DSparkDrafter
-from ...outline import TRAINED, Outline, TargetSpec, matrix_numbers
+from ...outline import TRAINED, MetaTarget, Outline, matrix_numbers
 from ..dflash.config import DFlashRun
-from ..dflash.method import BlockObjective, DFlashMethod
+from ..dflash.loss import BlockObjective
+from ..dflash.method import DFlashMethod
 from .config import DSparkLoss, DSparkRun
+
+INIT_STD = 0.02  # of the matrices that DFlash does not have
 
 
 class DSparkObjective(BlockObjective):
@@ -55,13 +58,21 @@ class DSparkMethod(DFlashMethod):
     objective_class = DSparkObjective
     configs = dspark
 
-    def outline(self, run: DFlashRun, target: TargetSpec) -> Outline:
+    def outline(self, run: DFlashRun, target: MetaTarget) -> Outline:
         """Return DFlash's outline, with the transition's output matrix at every draft."""
         outline = super().outline(run, target)
         drafter = outline.drafter
         assert isinstance(drafter, DSparkDrafter)
         transition = TRAINED * matrix_numbers(drafter.transition_out) * drafter.drafts
         return replace(outline, head_operations=outline.head_operations + transition)
+
+    @torch.no_grad()
+    def first_weights(self, drafter: DSparkDrafter, norm_weight: Tensor | None) -> None:
+        super().first_weights(drafter, norm_weight)
+        for module in (drafter.transition_in, drafter.transition_out, drafter.confidence_head):
+            nn.init.normal_(module.weight, std=INIT_STD)
+        # A logit near 0: every draft begins with a confidence of about one half.
+        nn.init.zeros_(drafter.confidence_head.bias)
 
 
 METHOD = DSparkMethod()

@@ -36,6 +36,10 @@ class EagleLoss(UnrolledLoss):
         if min(self.feature_weight or 0, self.token_weight or 0) < 0:
             raise UserError("objective.feature_weight and token_weight must not be negative")
 
+    @property
+    def term_weights(self) -> tuple[float, float]:
+        return self.feature_weight or 0.0, self.token_weight or 0.0
+
     def resolved(self, version: int) -> EagleLoss:
         """Return these settings with the defaults of an EAGLE version filled in."""
         defaults = EAGLE_DEFAULTS[version]

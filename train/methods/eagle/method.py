@@ -1,4 +1,4 @@
-"""Training of EAGLE drafters; the loss is in `unrolled_loss.py`.
+"""Training of EAGLE drafters; the loss is in `losses/unrolled.py`.
 
 EAGLE-3 (arXiv 2503.01840) is unrolled over its own states; EAGLE-1 (arXiv 2401.15077) learns one
 step towards the target's next feature.
@@ -18,21 +18,20 @@ from ....heads.eagle import Eagle3Drafter, EagleDrafter, drafter_of, shape_for
 from ....heads.errors import UserError
 from ....inference.targets.target import TargetSource
 from ...data.batches import Batches
-from ...losses.first_weights import (
+from ...losses.initialization import (
+    apply_init_from,
     check_gradients_pass,
-    shape_before,
-    start_uncertain,
-    take_heads_before,
+    draft_vocabulary,
+    kept_shape,
+    random_states,
+    shrink_logits,
 )
-from ...losses.ranks import RecyclingMethod
-from ...losses.unrolled import UnrolledObjective
-from ...losses.vocabulary import draft_vocabulary
+from ...losses.unrolled import RecyclingMethod, UnrolledObjective
 from ...method import FeaturesRead
-from ...outline import FROZEN, TRAINED, Outline, TargetSpec, work_of
+from ...outline import FROZEN, TRAINED, MetaTarget, Outline
 from .config import EagleRun
 
 NOISE = 0.1  # of EAGLE-1's features; the taps of EAGLE-3 differ in size too much for one noise
-STATES = 64  # random states, like those of an untrained layer, by which its logits are judged
 
 
 class EagleMethod(RecyclingMethod[EagleRun, EagleDrafter]):
@@ -41,14 +40,14 @@ class EagleMethod(RecyclingMethod[EagleRun, EagleDrafter]):
     run_class = EagleRun
     drafter_class = EagleDrafter
 
-    def features_of(self, run: EagleRun, target: TargetSource | TargetSpec) -> FeaturesRead:
+    def features_of(self, run: EagleRun, target: TargetSource | MetaTarget) -> FeaturesRead:
         shape = shape_for(run.heads, target.config)
         # No loss is about most rows of a prompt, but later rows attend to them: EAGLE-1 needs the
         # last state everywhere.
         return shape.taps, eagle.CLASSES[shape.version].reads_last
 
-    def resolve(self, run: EagleRun, target: TargetSpec) -> None:
-        take_heads_before(run)
+    def resolve(self, run: EagleRun, target: MetaTarget) -> None:
+        apply_init_from(run)
         run.objective = run.objective.resolved(run.heads.version)
         shape = shape_for(run.heads, target.config)
         run.heads = replace(
@@ -60,48 +59,33 @@ class EagleMethod(RecyclingMethod[EagleRun, EagleDrafter]):
             intermediate_size=shape.intermediate_size,
         )
 
-    def outline(self, run: EagleRun, target: TargetSpec) -> Outline:
-        shape, loss = shape_for(run.heads, target.config), run.objective
-        steps = loss.resolved(shape.version).steps or 1
+    def outline(self, run: EagleRun, target: MetaTarget) -> Outline:
+        shape = shape_for(run.heads, target.config)
         drafter = drafter_of(shape, target.embedding_and_head)
-        head = shape.hidden_size * shape.draft_vocab_size
-        frozen = drafter.borrows_head or loss.freeze_head
-        each_root = (FROZEN if frozen else TRAINED) * head
-        # Each chunk has the logits of all steps, and those of the target for all of them.
-        drafted = steps * shape.draft_vocab_size / target.vocab_size
-        return Outline(
-            drafter,
-            logit_rows=round(loss.rows_per_chunk * (drafted + 1)),
-            head_operations=each_root * steps,
-            **work_of(
-                drafter.layers, drafter.fc, shape.hidden_size, loss.recompute, repeated=steps
-            ),
-        )
+        loss = run.objective.resolved(shape.version)
+        head = FROZEN if drafter.borrows_head or loss.freeze_head else TRAINED
+        return self.unrolled_outline(drafter, loss, target, head)
 
     def make_drafter(
         self, run: EagleRun, target: TargetSource, batches: Batches, before: Artifact | None
     ) -> EagleDrafter:
-        """Return a drafter, see `Method.make_drafter`.
-
-        An untrained drafter's head starts as the target's. A drafter that is trained on keeps taps,
-        vocabulary and norms, which are logged.
-        """
-        if before is not None:
-            shape = shape_before(run, target, before, eagle)
-            return drafter_of(shape, target.embedding_and_head)
         shape = shape_for(run.heads, target.config)
+        if before is not None:
+            return drafter_of(kept_shape(run, before, shape), target.embedding_and_head)
         drafter = drafter_of(shape, target.embedding_and_head)
         ids = draft_vocabulary(shape.draft_vocab_size, target, batches)
         norm, tap_sizes = target.final_norm_weight(), target.tap_sizes(shape.taps)
         first_weights(drafter, target.head_weight, norm, ids, tap_sizes)
         loss = run.objective.resolved(shape.version)
-        # `start_uncertain` scales the final norm down. A feature loss compares states in the
+        # `shrink_logits` scales the final norm down. A feature loss compares states in the
         # target's own scale, and needs the target's norm as it is.
         if isinstance(drafter, Eagle3Drafter) and not loss.feature_weight:
-            generator = torch.Generator().manual_seed(run.seed)
-            states = torch.randn(STATES, shape.hidden_size, generator=generator)
-            logits = functional.linear(drafter.norm(states), first_head(drafter, target, ids))
-            start_uncertain(drafter.norm, logits)
+            states = drafter.norm(random_states(shape.hidden_size, run.seed))
+            # Not `drafter.logits`: the drafter is still on the CPU, and a target that lends it the
+            # head may be elsewhere.
+            lent = target.head_weight if ids is None else target.head_weight[ids]
+            rows = lent.to(states) if drafter.lm_head is None else drafter.lm_head.weight
+            shrink_logits(drafter.norm, functional.linear(states, rows))
         return drafter
 
     def make_objective(
@@ -167,19 +151,6 @@ def first_weights(
         # (F * Ht), and the sum has variance 1.
         input_size = 1.0 if shape.norm_taps else size
         torch.nn.init.normal_(columns, std=drafter.fc.weight.shape[1] ** -0.5 / input_size)
-
-
-def first_head(drafter: Eagle3Drafter, target: TargetSource, ids: Tensor | None) -> Tensor:
-    """Return the rows `[Vd, H]` that an untrained drafter's logits are made with, next to it.
-
-    `ids` `[Vd]` are as in `first_weights`.
-    """
-    if drafter.lm_head is not None:
-        return drafter.lm_head.weight
-    # Not `drafter.logits`: the drafter is still on the CPU, and the target that lends it the head
-    # may be elsewhere.
-    rows = target.head_weight if ids is None else target.head_weight[ids]
-    return rows.to(drafter.fc.weight)
 
 
 def freeze_head(drafter: Eagle3Drafter, norm: bool) -> None:

@@ -1,1 +1,1 @@
-"""Training of Layers for multi-token prediction."""
+"""Training of layers for multi-token prediction (MTP)."""

@@ -9,8 +9,7 @@ from ....heads.drafter_configs import MtpConfig
 from ...config import RunConfig, examples_of
 from ...losses.settings import UnrolledLoss
 
-MTP_STEPS = 3
-"""Value of `MtpLoss.steps` where it is None."""
+STEPS = 3  # where `MtpLoss.steps` is None
 
 
 @dataclass
@@ -19,13 +18,10 @@ class MtpLoss(UnrolledLoss):
 
     trained: Literal["all", "norms"] = "all"
     """Parameters that are trained: all of the layer, or its norms alone."""
-    # What EAGLE drafters have as options.
-    feature_weight: ClassVar[float] = 0.0
-    token_weight: ClassVar[float] = 1.0
 
     def resolved(self) -> MtpLoss:
         """Return these settings with the defaults filled in."""
-        return replace(self, steps=MTP_STEPS if self.steps is None else self.steps)
+        return replace(self, steps=STEPS if self.steps is None else self.steps)
 
 
 @dataclass

@@ -1,31 +1,29 @@
 """Training of MTP layers: unrolled over their own states, as engines serve them.
 
-The loss is that of EAGLE drafters (`unrolled_loss.py`). A layer that comes with its target, or with
-the model that the target was tuned from, is trained on with `--init-from`.
+The loss is that of EAGLE drafters (`losses/unrolled.py`). A layer that comes with its target, or
+with the model that the target was tuned from, is trained further with `--init-from`.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ....heads import mtp
 from ....heads.artifact import Artifact
 from ....heads.mtp import MtpDrafter, check_layer, shape_for
 from ....inference.targets.target import TargetSource
 from ...data.batches import Batches
-from ...losses.first_weights import (
+from ...losses.initialization import (
+    apply_init_from,
     check_gradients_pass,
-    set_scale,
-    shape_before,
-    start_uncertain,
-    take_heads_before,
+    is_centred,
+    kept_shape,
+    random_states,
+    shrink_logits,
 )
-from ...losses.ranks import RecyclingMethod
-from ...losses.unrolled import UnrolledObjective
+from ...losses.unrolled import RecyclingMethod, UnrolledObjective
 from ...method import FeaturesRead
-from ...outline import FROZEN, Outline, TargetSpec, work_of
-from ..eagle.method import STATES
+from ...outline import FROZEN, MetaTarget, Outline
 from .config import MtpLoss, MtpRun
 
 
@@ -35,39 +33,28 @@ class MtpMethod(RecyclingMethod[MtpRun, MtpDrafter]):
     run_class = MtpRun
     drafter_class = MtpDrafter
 
-    def features_of(self, run: MtpRun, target: TargetSource | TargetSpec) -> FeaturesRead:
+    def features_of(self, run: MtpRun, target: TargetSource | MetaTarget) -> FeaturesRead:
         return (), True
 
-    def resolve(self, run: MtpRun, target: TargetSpec) -> None:
-        take_heads_before(run)
+    def resolve(self, run: MtpRun, target: MetaTarget) -> None:
+        apply_init_from(run)
         run.objective = run.objective.resolved()
 
-    def outline(self, run: MtpRun, target: TargetSpec) -> Outline:
+    def outline(self, run: MtpRun, target: MetaTarget) -> Outline:
         drafter = MtpDrafter(shape_for(run.heads, target.config), target.embedding_and_head)
         loss = run.objective.resolved()
         freeze(drafter, loss)
-        steps = loss.steps or 1
-        head = drafter.shape.hidden_size * drafter.shape.vocab_size
-        return Outline(
-            drafter,
-            logit_rows=loss.rows_per_chunk * (steps + 1),
-            head_operations=FROZEN * head * steps,
-            **work_of(
-                drafter.layers, drafter.fc, drafter.shape.hidden_size, loss.recompute,
-                repeated=steps, config=target.config,
-            ),
-        )  # fmt: skip
+        return self.unrolled_outline(drafter, loss, target, FROZEN)
 
     def make_drafter(
         self, run: MtpRun, target: TargetSource, batches: Batches, before: Artifact | None
     ) -> MtpDrafter:
+        shape = shape_for(run.heads, target.config)
         if before is not None:
-            shape = shape_before(run, target, before, mtp)
-            return MtpDrafter(shape, target.embedding_and_head)
-        drafter = MtpDrafter(shape_for(run.heads, target.config), target.embedding_and_head)
+            return MtpDrafter(kept_shape(run, before, shape), target.embedding_and_head)
+        drafter = MtpDrafter(shape, target.embedding_and_head)
         check_layer(drafter, target.config.model_type)
-        scale = target.final_norm_weight()
-        first_weights(drafter, target, scale, torch.Generator().manual_seed(run.seed))
+        first_weights(drafter, target, run.seed)
         return drafter
 
     def make_objective(
@@ -80,21 +67,18 @@ class MtpMethod(RecyclingMethod[MtpRun, MtpDrafter]):
 
 
 @torch.no_grad()
-def first_weights(
-    drafter: MtpDrafter, target: TargetSource, scale: Tensor | None, generator: torch.Generator
-) -> None:
+def first_weights(drafter: MtpDrafter, target: TargetSource, seed: int) -> None:
     """Set the first weights of an untrained layer that differ from transformers' own.
 
-    `scale` `[H]` is what the target's final norm multiplies by, None if that is not known. The norm
-    begins with it, made small enough that the logits of random states are (`start_uncertain`).
+    The norm begins with what the target's final norm multiplies by, made small enough that the
+    logits of random states are (`shrink_logits`).
     """
     nn.init.normal_(drafter.fc.weight, std=drafter.fc.weight.shape[1] ** -0.5)
-    hidden = drafter.shape.hidden_size
+    hidden, scale = drafter.shape.hidden_size, target.final_norm_weight()
     scale = torch.ones(hidden) if scale is None else scale.cpu().float()
-    set_scale(drafter.norm, scale)
-    states = torch.randn(STATES, hidden, generator=generator)
-    logits = target.head(drafter.norm(states).to(target.device))
-    start_uncertain(drafter.norm, logits.cpu())
+    drafter.norm.get_parameter("weight").copy_(scale - 1 if is_centred(drafter.norm) else scale)
+    logits = target.head(drafter.norm(random_states(hidden, seed)).to(target.device))
+    shrink_logits(drafter.norm, logits.cpu())
 
 
 def freeze(drafter: MtpDrafter, config: MtpLoss) -> None:

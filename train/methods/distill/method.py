@@ -15,6 +15,7 @@ from torch import Tensor
 from ....distill.draft_models import (
     DraftModelConfig,
     chosen_layers,
+    cut_config,
     default_layers,
     make_draft_model,
     size_and_cost,

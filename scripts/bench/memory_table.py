@@ -26,7 +26,7 @@ from draftsmith.train.data.config import Data, Source
 from draftsmith.train.estimate import StepMemory, memory_of_step, shape_of
 from draftsmith.train.methods.registry import method_named
 
-CONFIGS = Path(__file__).parents[2] / "train" / "planning" / "targets"
+CONFIGS = Path(__file__).parents[2] / "draftsmith" / "commands" / "targets"
 HEADS: dict[str, dict[str, Any]] = {
     "eagle": {"draft_vocab_size": 32000},
     "dflash": {"mask_token": 0},

@@ -30,7 +30,7 @@ from draftsmith.train.methods.registry import method_named
 from draftsmith.train.objectives import TrainingModule
 from draftsmith.train.outline import ConfigOnly
 
-CONFIGS = Path(__file__).parents[2] / "train" / "planning" / "targets"
+CONFIGS = Path(__file__).parents[2] / "draftsmith" / "commands" / "targets"
 TINY = {
     "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 8, "vocab_size": 512,

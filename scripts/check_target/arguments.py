@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 DESCRIPTION = "Does everything work with this model? A little of each command, on one target."
-CONFIGS = Path(__file__).parents[2] / "train" / "planning" / "targets"
+CONFIGS = Path(__file__).parents[2] / "draftsmith" / "commands" / "targets"
 
 
 def known_shapes() -> list[str]:

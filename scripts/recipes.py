@@ -19,13 +19,13 @@ from typing import Any
 
 import yaml
 
-from draftsmith.commands.plan import Options, count, hours, planned
+from draftsmith.commands.plan import TARGETS, PlanOptions, count, hours, planned
 from draftsmith.commands.recipe import names, recipe
-from draftsmith.train.estimate import RunSizes, size
+from draftsmith.inference.base.console import size
+from draftsmith.train.estimate import RunSizes
 from draftsmith.train.methods.registry import METHODS
 
 ROOT = Path(__file__).parents[1]
-TARGETS = ROOT / "train" / "planning" / "targets"
 README = ROOT / "configs" / "README.md"
 TABLE = re.compile(r"^\| target \| method \| drafter.*?\n(?=\n|\Z)", re.MULTILINE | re.DOTALL)
 COLUMNS = (
@@ -97,7 +97,7 @@ def plans(folder: Path) -> Plans:
         changes = [f"target.path={config_folder(run['target']['path'], folder)}"]
         if smaller := run.get("draft_model", {}).get("path"):
             changes.append(f"draft_model.path={config_folder(smaller, folder)}")
-        found[path] = planned(Options(config=str(path), method=path.parent.name, set=changes))  # type: ignore[arg-type]
+        found[path] = planned(PlanOptions(config=str(path), method=path.parent.name, set=changes))  # type: ignore[arg-type]
     return found
 
 

@@ -10,48 +10,81 @@ import os
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
 from ..heads.errors import UserError
 from ..heads.files import JsonObject
-from ..inference.api import Decoder, Reply
 from ..inference.base.console import warn
-from ..inference.conversations.formats import Conversation, conversation_of
+from ..inference.base.settings import Sampling, SourceOptions, TargetConfig, TemplateOptions
 from ..inference.conversations.messages import RowError
-from ..inference.conversations.prompts import (
-    STANDARD_INPUT,
-    Prompt,
-    check_source,
-    next_turn,
-    words_or_rows,
-)
-from ..inference.conversations.rendering import prompt_ids
 from ..inference.conversations.rows import Notes
-from ..inference.conversations.templates import check_template_kwargs
-from ..inference.decode import Generation, Request, decode
-from ..inference.evaluation.checks import tokenizer_of
-from ..inference.evaluation.measure import difference, distinct_names
-from ..inference.evaluation.remarks import busy_now, slower
-from ..inference.metrics import emitted_per_round, tau, time_per_token
-from ..inference.profile import TuningProfile, read_profile
-from ..inference.proposers.ngram import PlainDecoding
-from ..inference.proposers.registry import check_spec, load_proposer
-from ..inference.targets.target import load_for_decoding
-from ..inference.targets.target_files import other_sampling
-from .options import GenerateOptions as Options
+
+if TYPE_CHECKING:
+    from ..inference.api import Decoder, Reply
+    from ..inference.conversations.formats import Conversation
+    from ..inference.conversations.prompts import Prompt
+    from ..inference.decode import Generation, Request
 
 HEADING = 60  # characters of a prompt that are shown above its reply
 # Green of the terminal's own palette, which themes choose to be readable on their background.
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
 
 
-def run(options: Options) -> None:
+@dataclass
+class GenerateOptions(SourceOptions, TemplateOptions):
+    """Decode prompts, and show which drafts were accepted.
+
+    Accepted drafts are green, the target's own tokens plain.
+
+    `--sampling.temperature 0.7` may be written `--temperature 0.7`, and so on.
+    """
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "draftsmith generate --target TARGET --drafter runs/medusa/best --prompt 'def add(a, b):'",
+        "draftsmith generate --target TARGET --drafter ngram:length=8 --prompt - --temperature "
+        "0.7 < prompt.txt",
+        "draftsmith generate --target TARGET --drafter runs/eagle/best --prompts gsm8k",
+    )
+
+    target: TargetConfig
+    prompt: str | None = None
+    """Prompt of the user; `-` reads it from standard input."""
+    prompts: str | None = None
+    """Prompts that are decoded one after the other: a benchmark or a file as `draftsmith evaluate`
+    takes it, or a text file; `-` reads standard input. A line of text or standard input is a
+    prompt, or a JSON row."""
+    drafter: str = "none"
+    """Folder of a drafter or of a draft model, or none, ngram;
+    settings follow a colon: ngram:length=8."""
+    profile: str | None = None
+    """Profile that draftsmith tune wrote; its settings are drafted with."""
+    max_new_tokens: int = 256
+    """Largest number of tokens of the reply."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """Sampling settings; greedy if not given."""
+    compare: bool = False
+    """Decode plainly as well, and say how fast that is and whether the text is the same."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise UserError(f"--max-new-tokens must be at least 1, not {self.max_new_tokens}")
+        if (self.prompt is None) == (self.prompts is None):
+            raise UserError("give either --prompt WORDS or --prompts FILE")
+
+
+def run(options: GenerateOptions) -> None:
     """Decode the prompts, stream the replies, and print a line about each on stderr.
 
     Raises `UserError` for an empty prompt, and for one that is not UTF-8 text, before the target is
     loaded.
     """
+    from ..inference.conversations.prompts import STANDARD_INPUT, check_source, words_or_rows
+    from ..inference.conversations.templates import check_template_kwargs
+    from ..inference.profile import read_profile
+    from ..inference.proposers.registry import check_spec
+
     check_spec(options.drafter)
     check_template_kwargs(options.chat_template_kwargs)
     if options.profile is not None:
@@ -86,6 +119,8 @@ def run(options: Options) -> None:
 
 def conversation(name: str, row: Any, variables: JsonObject) -> Conversation:
     """Return the conversation of a row, with the template's `variables`. Raises `UserError`."""
+    from ..inference.conversations.formats import conversation_of
+
     try:
         return conversation_of(row).with_arguments(variables)
     except RowError as error:
@@ -94,6 +129,8 @@ def conversation(name: str, row: Any, variables: JsonObject) -> Conversation:
 
 def one_prompt(text: str) -> str:
     """Return the words of `--prompt`, or standard input for `-`. Raises `UserError` if empty."""
+    from ..inference.conversations.prompts import STANDARD_INPUT
+
     try:
         words = sys.stdin.buffer.read().decode() if text == STANDARD_INPUT else text
     except UnicodeDecodeError as error:
@@ -103,8 +140,11 @@ def one_prompt(text: str) -> str:
     return words
 
 
-def check_conversations(given: Iterable[tuple[str, str | Conversation]], options: Options) -> None:
+def check_conversations(given: Iterable[tuple[str, str | Conversation]], options: GenerateOptions) -> None:
     """Raise `UserError` for a conversation without a prompt, or one that the template refuses."""
+    from ..inference.conversations.formats import Conversation
+    from ..inference.evaluation.checks import tokenizer_of
+
     tokenizer = tokenizer_of(options.target)
     for name, prompt in given:
         if isinstance(prompt, Conversation):
@@ -113,6 +153,8 @@ def check_conversations(given: Iterable[tuple[str, str | Conversation]], options
 
 def ids_of(name: str, conversation: Conversation, tokenizer: Any, target_name: str) -> list[int]:
     """Return the token ids of a conversation. Raises `UserError`, which says its `name`."""
+    from ..inference.conversations.rendering import prompt_ids
+
     try:
         notes = Notes()
         ids = prompt_ids(conversation, tokenizer, target_name, notes)
@@ -124,8 +166,14 @@ def ids_of(name: str, conversation: Conversation, tokenizer: Any, target_name: s
     return ids
 
 
-def load(options: Options) -> Decoder:
+def load(options: GenerateOptions) -> Decoder:
     """Return the target and the drafter, with its tuned tree if there is a profile."""
+    from ..inference.api import Decoder
+    from ..inference.profile import TuningProfile
+    from ..inference.proposers.registry import load_proposer
+    from ..inference.targets.target import load_for_decoding
+    from ..inference.targets.target_files import other_sampling
+
     target = load_for_decoding(options.target)
     other = other_sampling(target.model.generation_config, options.sampling)
     if other and not options.sampling.greedy:
@@ -139,12 +187,16 @@ def load(options: Options) -> Decoder:
 
 
 def answer_turns(
-    decoder: Decoder, options: Options, number: int, name: str, given: str | Conversation
+    decoder: Decoder, options: GenerateOptions, number: int, name: str, given: str | Conversation
 ) -> None:
     """Stream the reply to a prompt, and those to the later turns of its conversation.
 
     `number` is the prompt's among all, which its noise belongs to, as in `draftsmith evaluate`.
     """
+    from ..inference.conversations.formats import Conversation
+    from ..inference.conversations.prompts import Prompt, next_turn
+    from ..inference.decode import Request
+
     target = decoder.target
     if isinstance(given, str):
         conversation = Conversation(text=given)
@@ -180,12 +232,15 @@ def in_color() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
-def answer(decoder: Decoder, request: Request, options: Options) -> Reply:
+def answer(decoder: Decoder, request: Request, options: GenerateOptions) -> Reply:
     """Stream the reply to a request, print a line about it on stderr, and return it.
 
     With `--compare` the same prompt is then decoded plainly, and a line says how fast that was and
     whether the text is the same.
     """
+    from ..inference.api import Decoder
+    from ..inference.proposers.ngram import PlainDecoding
+
     reply = stream(decoder, request, options)
     say(reply, options)
     if options.compare:
@@ -195,8 +250,10 @@ def answer(decoder: Decoder, request: Request, options: Options) -> Reply:
     return reply
 
 
-def say(reply: Generation, options: Options) -> None:
+def say(reply: Generation, options: GenerateOptions) -> None:
     """Print the tokens, rounds, tau and speed of a reply on stderr."""
+    from ..inference.metrics import emitted_per_round, tau, time_per_token
+
     rounds = len(reply.rounds)
     summary = f": tau {tau([emitted_per_round(reply)]):.2f}" if rounds else ""
     seconds = time_per_token(reply)
@@ -213,9 +270,13 @@ def say(reply: Generation, options: Options) -> None:
 
 
 def compare(
-    decoder: Decoder, request: Request, options: Options, plain: Generation, drafted: Generation
+    decoder: Decoder, request: Request, options: GenerateOptions, plain: Generation, drafted: Generation
 ) -> None:
     """Print the speed of plain decoding, whether its text is that of `drafted`, and remarks."""
+    from ..inference.evaluation.measure import difference, distinct_names
+    from ..inference.evaluation.remarks import busy_now, slower
+    from ..inference.metrics import time_per_token
+
     seconds, drafted_seconds = time_per_token(plain), time_per_token(drafted)
     speedup = seconds / drafted_seconds if seconds and drafted_seconds else None
     gain = f", {speedup:.2f}x with drafts" if speedup else ""
@@ -229,9 +290,11 @@ def compare(
 
 
 def stream(
-    decoder: Decoder, request: Request, options: Options, stdout: TextIO | None = None
+    decoder: Decoder, request: Request, options: GenerateOptions, stdout: TextIO | None = None
 ) -> Reply:
     """Write the reply to `stdout` (the standard output if None) as it is decoded, and return it."""
+    from ..inference.decode import decode
+
     transcript = decoder.transcript(request, ())
     out, color, limit = stdout or sys.stdout, in_color(), options.max_new_tokens
     rounds = decode(decoder.target, decoder.proposer, [request], limit, options.sampling)

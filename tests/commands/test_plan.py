@@ -10,8 +10,8 @@ import torch
 from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
 
 from draftsmith.commands import plan
-from draftsmith.commands.plan import Options
-from draftsmith.commands.plan_verdict import plan_for
+from draftsmith.commands.plan import PlanOptions as Options
+from draftsmith.commands.plan import plan_for
 from draftsmith.heads.errors import UserError
 from draftsmith.train.estimate import RunSizes, check_affordable, memory_of_step, shape_of
 from draftsmith.train.methods.registry import method_named

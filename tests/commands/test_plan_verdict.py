@@ -10,18 +10,17 @@ from typing import Any
 import pytest
 
 from draftsmith.commands import plan
-from draftsmith.commands import plan_options as known
-from draftsmith.commands.plan_options import PlanOptions
-from draftsmith.commands.plan_verdict import Need, fit, verdict
+from draftsmith.commands.plan import MemoryNeed, PlanOptions, fit, verdict
 from draftsmith.heads.errors import UserError
 from draftsmith.train.data.config import FeatureOptions
+from draftsmith.train import estimate
 from draftsmith.train.estimate import StepMemory
 from tests.conftest import ROOT
 
 GB = 10**9
 # 60 GB of target in 60 layers; 10 GB beside it: 3 of drafter and moments, 1 of features, 6 of step
 MEMORY = StepMemory(60 * GB, 1 * GB, 2 * GB, 1 * GB, 1 * GB, 2 * GB, 4 * GB, 6 * GB)
-NEED = Need(MEMORY, 60, live=True, ends=GB)
+NEED = MemoryNeed(MEMORY, 60, live=True, ends=GB)
 ELSEWHERE = (
     "share the target between more GPUs (target.spread fsdp), or keep it elsewhere, 11.0 GB on each"
     " GPU then: on a server (features.server), or run before the training (data extract, "
@@ -42,7 +41,7 @@ def test_memory_per_gpu_with_shared_target_matches_hand_count() -> None:
     """Two layers of 1 GB are gathered beside the share."""
     assert NEED.each(1) == 70 * GB
     assert NEED.each(2) == (10 + 30 + 2) * GB and NEED.each(8) == (10 + 7.5 + 2) * GB
-    stored = Need(MEMORY, 60, live=False)
+    stored = MemoryNeed(MEMORY, 60, live=False)
     assert stored.each(8) == stored.each(1) == 70 * GB
 
 
@@ -69,14 +68,14 @@ def test_verdict_states_fit_or_required_gpu_count(
 
 def test_oversized_step_without_target_suggests_smaller_batches() -> None:
     memory = StepMemory(0, 0, 0, 0, 0, 0, 0, 900 * GB)
-    said = fit(Need(memory, 1, live=False), "whole", 1, 80)
+    said = fit(MemoryNeed(memory, 1, live=False), "whole", 1, 80)
     assert said.endswith("; set objective.recompute, lower batch_rows or data.max_length.")
 
 
 def test_what_a_layer_needs_without_its_huge_target_is_stated() -> None:
     """Half a layer beside two gathered layers of 671B parameters."""
     memory = StepMemory(1342 * GB, 46 * GB, 0, 0, 0, 3 * GB, 18 * GB, 47 * GB)
-    need = Need(memory, 61, live=True, ends=4 * GB)
+    need = MemoryNeed(memory, 61, live=True, ends=4 * GB)
     said = fit(need, "fsdp", 64, 80)
     assert "keep it elsewhere, 97.0 GB on each GPU then" in said
 
@@ -105,7 +104,7 @@ def test_a_target_on_a_server_is_not_spread() -> None:
             "target": SimpleNamespace(spread="fsdp"),
         }
     )
-    line, _ = verdict(Need(MEMORY, 60, live=False), PLAN, PlanOptions("x", gpus=8), config)
+    line, _ = verdict(MemoryNeed(MEMORY, 60, live=False), PLAN, PlanOptions("x", gpus=8), config)
     assert line.startswith("fits 80 GB: 70.0 GB on each GPU at the peak of a step. ")
     assert "replies 16.0 more, before it; features 8.0 more, on their server." in line
     assert "Disk: 9.0 GB (checkpoints; features from a server take none)." in line
@@ -141,13 +140,13 @@ def test_an_unknown_target_is_answered_with_the_nearest_and_the_list() -> None:
     with pytest.raises(UserError) as error:
         plan.run(PlanOptions("x", target_shape="qwen3-33b"))
     assert "did you mean qwen3-32b or" in str(error.value) and "gemma-3-1b-it" in str(error.value)
-    assert {path.stem for path in known.FOLDER.iterdir()} == {*known.names()}
+    assert {path.stem for path in plan.TARGETS.iterdir()} == {*plan.known_targets()}
 
 
 def test_where_the_hub_fails_a_known_name_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(*given: Any) -> Any:
         raise UserError("the hub cannot give it")
 
-    monkeypatch.setattr(plan, "shape_of", nothing)
+    monkeypatch.setattr(estimate, "shape_of", nothing)
     with pytest.raises(UserError, match=r"--target-shape qwen3-32b"):
         plan.run(PlanOptions(str(ROOT / "configs" / "eagle" / "qwen3-32b.yaml")))

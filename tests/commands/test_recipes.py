@@ -19,7 +19,8 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from draftsmith.command_line.parse import parse
 from draftsmith.commands import plan
 from draftsmith.commands.cli import main
-from draftsmith.commands.plan import Options, planned
+from draftsmith.commands.plan import PlanOptions as Options
+from draftsmith.commands.plan import planned
 from draftsmith.heads.elementwise import Rotary
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.layers import rope_of

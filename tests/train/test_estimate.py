@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import Gemma3TextConfig
 
 from draftsmith.commands import plan
-from draftsmith.commands.plan import Options
+from draftsmith.commands.plan import PlanOptions as Options
 from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.estimate import StepMemory, memory_of_step, shape_of
 from draftsmith.train.method import AnyMethod

@@ -26,7 +26,7 @@ LONGEST = 8  # files that are listed
 ENGINES = "vllm|sglang|llamacpp|trtllm|tgi|speculators"
 OPTIONS = """
 import dataclasses, typing
-from draftsmith.commands.verbs import VERBS, options_of_verb
+from draftsmith.commands.cli import VERBS, options_of_verb
 from draftsmith.train.methods.registry import METHODS, run_class_named
 found = set()
 def take(config_class):

@@ -16,7 +16,7 @@ import draftsmith
 from draftsmith.command_line.fields import options_of_class
 from draftsmith.command_line.help_text import help_page
 from draftsmith.command_line.parse import options_from, parse
-from draftsmith.commands.cli import VERBS
+from draftsmith.commands.cli import VERBS, options_of_verb
 from draftsmith.train.methods.registry import METHODS, method_named
 from tests.conftest import ROOT
 from tests.promises import PROMISES
@@ -61,8 +61,10 @@ FILES += sorted(
 )
 IMPORTED_BY_NAME = {
     "draftsmith": lambda: [*draftsmith._MODULES.values(), ".train"],
-    "commands.cli": lambda: [f"..{module}" for module, _ in VERBS.values()],
-    "commands.verbs": lambda: [f"..{options.rpartition('.')[0]}" for _, options in VERBS.values()],
+    "commands.cli": lambda: [
+        *(f"..{module}" for module in VERBS.values()),
+        *(options_of_verb(verb).__module__.replace("draftsmith", ".", 1) for verb in VERBS),
+    ],
 }
 """What the modules import whose `import_module` is given no literal name."""
 

@@ -1,7 +1,4 @@
-"""`draftsmith` command line: reads the options of the command that was named, and runs it.
-
-The module of a command is imported only when it runs.
-"""
+"""`draftsmith` command line: reads the options of the command that was named, and runs it."""
 
 from __future__ import annotations
 
@@ -13,27 +10,57 @@ import sys
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..command_line.endings import fail, follow_launcher, guarded, is_main_rank, leave, run_command
 from ..command_line.fields import former_names
 from ..command_line.help_text import wrapped
 from ..heads.errors import UserError
 from .threads import choose_threads
-from .verbs import GROUPS, USUAL_STEPS, VERBS, options_of_verb, purpose_of
 
 if TYPE_CHECKING:
     from ..command_line.parse import Values
     from ..train.config import RunConfig
 
+VERBS = {
+    "recipe": "commands.recipe",
+    "data plan": "commands.plan",
+    "data extract": "commands.extract",
+    "data regenerate": "commands.regenerate",
+    "data split": "commands.split",
+    "export": "commands.exporting",
+    "import": "commands.importing",
+    "evaluate": "inference.evaluation.evaluate",
+    "compare": "inference.evaluation.compare",
+    "report": "inference.evaluation.report.report",
+    "simulate": "inference.evaluation.simulate",
+    "tune": "inference.evaluation.tuning.tune",
+    "generate": "commands.generate",
+    "serve": "inference.serving.serve",
+    "mtp extract": "commands.mtp",
+    "mtp stitch": "commands.mtp",
+    "doctor": "commands.doctor",
+}
+"""The module of each command. It has `run(options)`, and may have `if_interrupted(options)`, which
+returns the line for a user who stopped it. `options_of_verb` says where its options are."""
+# First words of the commands whose names have two.
+GROUPS = {"data": "prepare data", "mtp": "layers for drafts that come with a target"}
+# The usual steps from a target to a served drafter, in order.
+USUAL_STEPS = {
+    "data regenerate": "let the target write the replies that a drafter learns from",
+    "train METHOD": "train a drafter (on several GPUs: accelerate launch -m draftsmith.train)",
+    "evaluate": "measure it on held-out prompts, compared with plain decoding",
+    "generate": "look at a reply and its accepted drafts",
+    "export": "hand it to vLLM, SGLang, TensorRT-LLM, llama.cpp, TGI or transformers",
+}
 OTHER_COMMANDS = {
     "chat": ["serve"], "bench": ["evaluate"], "benchmark": ["evaluate"],
     "version": ["--version"], "convert": ["import", "export"], "run": ["generate"],
 }  # fmt: skip
 """Commands of other tools, and ours for the same."""
 
-# Nothing that imports torch may be here: that takes seconds, a help text needs none of it, and
-# Ctrl-C must be handled from the first moment on.
+# Nothing that imports torch may be here or at the top of a command's module: that takes seconds, a
+# help text needs none of it, and Ctrl-C must be handled from the first moment on.
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -65,7 +92,7 @@ def _main(argv: list[str]) -> None:
         fail(f"unknown command {verb!r}; {hint_for(verb)}")
     options = parse(options_of_verb(verb), argv[verb_words:], f"draftsmith {verb}")
     choose_threads(options)
-    module = importlib.import_module(f"..{VERBS[verb][0]}", __package__)
+    module = importlib.import_module(f"..{VERBS[verb]}", __package__)
 
     def if_interrupted() -> str:
         if verb in ("data extract", "data regenerate"):
@@ -75,6 +102,24 @@ def _main(argv: list[str]) -> None:
         return "nothing was written"
 
     guarded(lambda: module.run(options), if_interrupted)
+
+
+def options_of_verb(verb: str) -> Any:
+    """Return the dataclass of a command's options, such as `ExportOptions`; torch is not imported.
+
+    A command of this package has it in its module, one of `inference/evaluation` or
+    `inference/serving` in `options.py` of that folder.
+    """
+    module = VERBS[verb]
+    if not module.startswith("commands."):
+        module = f"{'.'.join(module.split('.')[:2])}.options"
+    name = f"{verb.rpartition(' ')[2].title()}Options"
+    return getattr(importlib.import_module(f"..{module}", __package__), name)
+
+
+def purpose_of(verb: str) -> str:
+    """Return the first line about a command."""
+    return (options_of_verb(verb).__doc__ or "").partition("\n")[0].removesuffix(".")
 
 
 def hint_for(word: str) -> str:

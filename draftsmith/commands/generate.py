@@ -140,7 +140,9 @@ def one_prompt(text: str) -> str:
     return words
 
 
-def check_conversations(given: Iterable[tuple[str, str | Conversation]], options: GenerateOptions) -> None:
+def check_conversations(
+    given: Iterable[tuple[str, str | Conversation]], options: GenerateOptions
+) -> None:
     """Raise `UserError` for a conversation without a prompt, or one that the template refuses."""
     from ..inference.conversations.formats import Conversation
     from ..inference.evaluation.checks import tokenizer_of
@@ -270,7 +272,11 @@ def say(reply: Generation, options: GenerateOptions) -> None:
 
 
 def compare(
-    decoder: Decoder, request: Request, options: GenerateOptions, plain: Generation, drafted: Generation
+    decoder: Decoder,
+    request: Request,
+    options: GenerateOptions,
+    plain: Generation,
+    drafted: Generation,
 ) -> None:
     """Print the speed of plain decoding, whether its text is that of `drafted`, and remarks."""
     from ..inference.evaluation.measure import difference, distinct_names

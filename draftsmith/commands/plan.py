@@ -123,7 +123,9 @@ def steps_note(steps: dict[str, int], options: PlanOptions, config: RunConfig) -
     )
 
 
-def planned(options: PlanOptions, target: str | None = None) -> tuple[Any, RunSizes, dict[str, float]]:
+def planned(
+    options: PlanOptions, target: str | None = None
+) -> tuple[Any, RunSizes, dict[str, float]]:
     """Return the run's config, the sizes of its target and drafter, and their `plan_for`.
 
     `target` is a folder in place of the config's target; `options.gpus` is set if it was not.

@@ -198,8 +198,7 @@ def export(drafter: AnyPath | Drafter, to: str, out: AnyPath, **options: Any) ->
 
     Raises `UserError`.
     """
-    from .exporting import write_export
-    from .options import ExportOptions
+    from .exporting import ExportOptions, write_export
 
     named = {"drafter": _path_of(drafter), "to": to, "out": out}
     made = options_from(ExportOptions, {**named, **options})

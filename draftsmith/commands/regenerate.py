@@ -11,36 +11,119 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..heads.errors import UserError
-from ..heads.files import check_output, check_output_folder
+from ..heads.files import JsonObject, check_output, check_output_folder
 from ..heads.locks import only_writer
 from ..inference.base.console import Progress
 from ..inference.base.keys import headers_with_key
+from ..inference.base.settings import (
+    RowOptions,
+    Sampling,
+    TargetConfig,
+    TemplateOptions,
+    check_url,
+)
 from ..inference.conversations.messages import RowError
 from ..inference.conversations.rows import SHARES, LeftOut, Notes
 from ..inference.conversations.sources import rows_of, source_files
-from ..inference.conversations.templates import endless, warn_of_plain_text
-from ..inference.decode import Request, decode
-from ..inference.proposers.ngram import PlainDecoding
-from ..inference.targets.target import Target, load_for_decoding
-from ..inference.targets.target_files import other_sampling
-from ..train.data.templates import cut_replies
-from .options import RegenerateOptions as Options
-from .replies import regenerate_on_server
-from .tasks import Answered, Sink, Task, refuse_other, repair
+
+if TYPE_CHECKING:
+    from ..inference.targets.target import Target
+    from ..train.data.regeneration import Sink, Task
+    from ..train.data.replies import ServerWriter
 
 log = logging.getLogger(__name__)
 
 
-def run(options: Options) -> None:
+@dataclass
+class ServerOptions:
+    """OpenAI-compatible server that runs the target.
+
+    An API key that it wants is in the variable DRAFTSMITH_SERVER_KEY.
+    """
+
+    url: str | None = None
+    """Base address, such as http://localhost:8000/v1; if not given, the target runs in this
+    process."""
+    model: str | None = None
+    """Name of the model on the server; the target's path if not given."""
+    concurrency: int = 32
+    """Number of requests under way at one time."""
+
+    def __post_init__(self) -> None:
+        check_url(self.url, "--server.url")
+        if self.concurrency < 1:
+            raise UserError("--server.concurrency must be at least 1")
+
+
+@dataclass
+class RegenerateOptions(RowOptions, TemplateOptions):
+    """Let the target write the replies of a data set.
+
+    Prompts are kept, and everything that an assistant said is replaced.
+    """
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "draftsmith data regenerate --target TARGET --data prompts.jsonl --out replies.jsonl "
+        "--temperature 0.8",
+        "draftsmith data regenerate --target TARGET --server.url http://localhost:8000/v1 "
+        "--data prompts.jsonl --out replies.jsonl",
+        "draftsmith data regenerate --target TARGET --data prompts.jsonl --out replies --share 0/4",
+        "draftsmith data regenerate --target TARGET --data openai/gsm8k --config-name main "
+        "--split train --out replies.jsonl",
+    )
+
+    target: TargetConfig
+    data: str
+    """Conversations or prompts: a JSON, JSONL or parquet file, a folder of them, or a data set on
+    the hub, such as openai/gsm8k with its `config_name` and `split`."""
+    out: str = field(metadata={"form": "FILE"})
+    """JSONL file to write; one that was not finished is continued. With `share` a folder."""
+    max_new_tokens: int = 1024
+    """Largest number of tokens of a reply."""
+    sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.7))
+    """Sampling of the replies: use the settings that will be used in serving. At temperature 0
+    small targets repeat themselves."""
+    server: ServerOptions = field(default_factory=ServerOptions)
+    limit: int | None = None
+    """Number of rows to take, from the first one on; all if not given."""
+    batch_size: int = 32
+    """Number of prompts that are decoded together in this process."""
+    share: str | None = None
+    """Share of one of several workers, such as 3/64: the fourth of 64 (from 0), a 64th of the
+    conversations. It adds a file to the folder `out`. What any file there has is not answered
+    again, so that fewer workers, with other shares, can finish what lost ones left."""
+
+    def __post_init__(self) -> None:
+        if min(self.batch_size, self.max_new_tokens, self.limit or 1) < 1 or self.limit == 0:
+            raise UserError("batch_size, max_new_tokens and limit must be at least 1")
+        if self.sampling.rule != "auto":
+            raise UserError("--sampling.rule accepts drafts, and replies are written without")
+        if self.share is not None:
+            found = re.fullmatch(r"(\d+)/(\d+)", self.share)
+            if found is None or int(found[1]) >= int(found[2]):
+                raise UserError(
+                    f"share is {self.share!r}; write number/workers with a number from 0, such as "
+                    "0/4, 1/4, 2/4 and 3/4 for four workers"
+                )
+
+    @property
+    def decoding(self) -> Sampling:
+        """Sampling of the decode loop: a penalty that only the target's own config has is none."""
+        penalty = self.sampling.repetition_penalty
+        return replace(self.sampling, repetition_penalty=1.0 if penalty is None else penalty)
+
+
+def run(options: RegenerateOptions) -> None:
     """Run the command. Raises `UserError` before the target is loaded where that is possible."""
     if options.share is None:
         check_output(options.out, "--out")
@@ -57,8 +140,12 @@ def run(options: Options) -> None:
         _regenerate(options, share, rows)
 
 
-def _regenerate(options: Options, share: Share, rows: list[tuple[str, Any]]) -> None:
+def _regenerate(options: RegenerateOptions, share: Share, rows: list[tuple[str, Any]]) -> None:
     """Write the replies to `rows` that the file of this share lacks; see `run`."""
+    from ..train.data.regeneration import Answered, Sink, refuse_other, repair
+    from ..train.data.replies import regenerate_on_server
+    from ..train.data.templates import cut_replies
+
     out, facts = share.file, provenance_of(options)
     # A file of a share has a name that nothing else has.
     mine = repair(out, ours=options.share is not None)
@@ -94,7 +181,7 @@ def _regenerate(options: Options, share: Share, rows: list[tuple[str, Any]]) -> 
         ):
             sink = Sink(file, progress, facts, written)
             if options.server.url is not None:
-                regenerate_on_server(tasks, options, sink)
+                regenerate_on_server(tasks, sink, server_writer(options, options.server.url))
             else:
                 regenerate_here(tasks, options, sink)
     except UserError:
@@ -118,7 +205,7 @@ class Share:
     file: Path
 
     @classmethod
-    def of(cls, options: Options) -> Share:
+    def of(cls, options: RegenerateOptions) -> Share:
         """Return the share that the options name; all conversations if they name none."""
         out = Path(options.out)
         if options.share is None:
@@ -142,12 +229,14 @@ class Share:
         return [tasks[index] for index in sorted(drawn[self.number :: self.of_all])]
 
 
-def tasks_of(rows: list[tuple[str, Any]], options: Options, notes: Notes) -> list[Task]:
+def tasks_of(rows: list[tuple[str, Any]], options: RegenerateOptions, notes: Notes) -> list[Task]:
     """Return the tasks of `rows`, the same in every call with the same rows.
 
     `notes` get what is said once about the source. Raises `UserError` if no row can be used, or at
     the first malformed one if `bad_rows` is stop.
     """
+    from ..train.data.regeneration import Task
+
     tasks, left_out, ids = [], LeftOut(options.data, options.bad_rows), Counter[str]()
     for name, row in rows:
         try:
@@ -167,7 +256,7 @@ def tasks_of(rows: list[tuple[str, Any]], options: Options, notes: Notes) -> lis
     return tasks
 
 
-def provenance_of(options: Options) -> dict[str, Any]:
+def provenance_of(options: RegenerateOptions) -> dict[str, Any]:
     """Return what every row records of how it was written."""
     sampling = {"max_new_tokens": options.max_new_tokens, **asdict(options.sampling)}
     for name, neutral in (("min_p", 0), ("repetition_penalty", None), ("rule", "auto")):
@@ -183,12 +272,36 @@ def provenance_of(options: Options) -> dict[str, Any]:
     return facts
 
 
-def regenerate_here(tasks: Sequence[Task], options: Options, sink: Sink) -> None:
+def server_writer(options: RegenerateOptions, url: str) -> ServerWriter:
+    """Return the writer of replies for the server at `url`."""
+    from ..train.data.replies import ServerWriter
+
+    server, sampling = options.server, options.sampling
+    settings: JsonObject = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "max_tokens": options.max_new_tokens,
+        "seed": sampling.seed,
+    }
+    # Not all servers know these, so that only those that change something are sent.
+    for name in ("top_k", "min_p", "repetition_penalty"):
+        if value := getattr(sampling, name):
+            settings[name] = value
+    return ServerWriter(url, server.model, options.target.path, server.concurrency, settings)
+
+
+def regenerate_here(tasks: Sequence[Task], options: RegenerateOptions, sink: Sink) -> None:
     """Write the replies of all tasks with the target in this process, in batches of prompts.
 
     A conversation of several turns comes back into the queue after each reply. Prompts that are too
     long are left out with a warning.
     """
+    from ..inference.conversations.templates import endless, warn_of_plain_text
+    from ..inference.decode import Request, decode
+    from ..inference.proposers.ngram import PlainDecoding
+    from ..inference.targets.target import load_for_decoding
+    from ..inference.targets.target_files import other_sampling
+
     target = load_for_decoding(options.target)
     sampling = options.decoding
     other = other_sampling(target.model.generation_config, sampling)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from draftsmith.command_line.fields import Option, fields_of, former_names, item_of
-from draftsmith.commands.verbs import VERBS, options_of_verb
+from draftsmith.commands.cli import VERBS, options_of_verb
 from draftsmith.train.methods.registry import METHODS, run_class_named
 
 

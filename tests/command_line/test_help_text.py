@@ -16,7 +16,7 @@ from draftsmith.command_line.help_text import (
     usage_of,
     wrapped,
 )
-from draftsmith.commands.verbs import VERBS, options_of_verb
+from draftsmith.commands.cli import VERBS, options_of_verb
 from draftsmith.train.methods.registry import METHODS, method_named
 from tests.conftest import ROOT
 

@@ -11,8 +11,10 @@ import pytest
 
 from draftsmith.command_line.fields import sized
 from draftsmith.command_line.parse import Values, given_options, options_from, parse
-from draftsmith.commands.options import ExportOptions, ExtractOptions, RegenerateOptions
-from draftsmith.commands.plan_options import PlanOptions
+from draftsmith.commands.exporting import ExportOptions
+from draftsmith.commands.extract import ExtractOptions
+from draftsmith.commands.plan import PlanOptions
+from draftsmith.commands.regenerate import RegenerateOptions
 from draftsmith.heads.exchange.engines import ENGINES
 from draftsmith.inference.base.costs import GPUS
 from draftsmith.inference.base.settings import Sampling, TargetConfig, choice_named

@@ -10,7 +10,7 @@ import pytest
 
 from draftsmith.commands import doctor
 from draftsmith.commands.cli import main
-from draftsmith.commands.doctor import Run, ShownSequence
+from draftsmith.commands.doctor import ShownSequence, TokenRun
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.conversations.rows import Notes
@@ -72,7 +72,7 @@ def test_a_row_that_cannot_be_rendered_shows_its_error(
 
 
 def test_learned_line_breaks_are_drawn_in_colour_and_without() -> None:
-    runs = [Run("<a>\n", False), Run("two<e>\n", True)]
+    runs = [TokenRun("<a>\n", False), TokenRun("two<e>\n", True)]
     sequence = ShownSequence(5, 3, runs)
     assert sequence.drawn(False).plain == "<a>\n[[two<e>\u21b5\n]]"
     text = sequence.drawn(True)

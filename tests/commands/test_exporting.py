@@ -38,12 +38,12 @@ Change = Callable[[dict[str, Any], dict[str, Any], dict[str, Any]], Any]
 
 
 def exported(name: str, engine: EngineName, out: Path, **more: Any) -> Path:
-    exporting.run(exporting.Options(str(DRAFTERS / name), engine, str(out), **more))
+    exporting.run(exporting.ExportOptions(str(DRAFTERS / name), engine, str(out), **more))
     return out
 
 
 def imported(folder: Path, out: Path, **more: Any) -> Path:
-    importing.run(importing.Options(str(folder), str(QUICKSTART), str(out), **more))
+    importing.run(importing.ImportOptions(str(folder), str(QUICKSTART), str(out), **more))
     return out
 
 
@@ -312,10 +312,10 @@ def test_sources_that_cannot_be_imported_are_refused(
 def test_answers_are_given_as_the_help_says(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     words = ["--from", "f", "--target", "t", "--set"]
     for taps in ("2,16,29", "[2,16,29]"):
-        given = parse(importing.Options, [*words, f"taps={taps}", "--out", "o"], "import")
+        given = parse(importing.ImportOptions, [*words, f"taps={taps}", "--out", "o"], "import")
         assert importing.answers_of(given).taps == [2, 16, 29]
     given = parse(
-        importing.Options,
+        importing.ImportOptions,
         [*words, "norm_output=false", "--set", "embedding=target", "--out", "o"],
         "import",
     )
@@ -332,7 +332,7 @@ def test_export_is_uploaded_to_the_hub(
 ) -> None:
     """Through huggingface_hub's own upload, to a stand-in for the hub."""
     script = (
-        "from draftsmith.train.commands import exporting as e; "
+        "from draftsmith.commands import exporting as e; "
         f"e.run(e.Options({str(DRAFTERS / 'medusa')!r}, 'tgi', "
         f"{str(tmp_path / 'out')!r}, push='me/medusa'))"
     )
@@ -442,7 +442,7 @@ def test_an_imported_head_is_trained_on(saved_tiny: Path, tmp_path: Path) -> Non
     tensors = {name: t.contiguous().clone() for name, t in drafter.serving_state().items()}
     save_file(tensors, public / "model.safetensors")
     (public / "config.json").write_text(json.dumps(config))
-    importing.run(importing.Options(str(public), str(saved_tiny), str(tmp_path / "drafter")))
+    importing.run(importing.ImportOptions(str(public), str(saved_tiny), str(tmp_path / "drafter")))
     changes: dict[str, Any] = {"max_steps": 1, "init_from": str(tmp_path / "drafter")}
     config_file = make_config(tmp_path, saved_tiny, "eagle", **changes, heads={})
     train(config_file, "--optim.lr", "1e-9", method="eagle")
@@ -471,10 +471,10 @@ def test_a_block_is_drafted_whole_there_and_back(
     before.save(tmp_path / "drafter")
     with pytest.raises(UserError, match="--drafts 5 is more than the 4 drafts that"):
         exporting.run(
-            exporting.Options(str(tmp_path / "drafter"), "vllm", str(tmp_path / "vllm"), drafts=5)
+            exporting.ExportOptions(str(tmp_path / "drafter"), "vllm", str(tmp_path / "vllm"), drafts=5)
         )
     for engine, layout in (("vllm", kind), ("speculators", f"speculators {kind}")):
-        exporting.run(exporting.Options(str(tmp_path / "drafter"), engine, str(tmp_path / engine)))  # type: ignore[arg-type]
+        exporting.run(exporting.ExportOptions(str(tmp_path / "drafter"), engine, str(tmp_path / engine)))  # type: ignore[arg-type]
         if engine == "vllm":
             assert '"num_speculative_tokens": 4' in capsys.readouterr().out
         back = imported(tmp_path / engine, tmp_path / f"{engine}-back")

@@ -15,12 +15,12 @@ from draftsmith.commands.cli import main
 from draftsmith.commands.generate import (
     GREEN,
     RESET,
+    GenerateOptions,
     compare,
     in_color,
     stream,
     write,
 )
-from draftsmith.commands.options import GenerateOptions
 from draftsmith.inference.api import Decoder, Reply, Transcript
 from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.decode import Request, Round

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3_5MoeForConditionalGeneration,
 )
 
-from draftsmith.commands import mtp, options
+from draftsmith.commands import mtp
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange.mtp import joined_experts
@@ -64,17 +64,17 @@ def hashes(folder: Path) -> dict[str, str]:
 
 
 def extracted(folder: Path, out: Path) -> Path:
-    mtp.run(options.ExtractLayerOptions(str(folder), str(out)))
+    mtp.run(mtp.ExtractOptions(str(folder), str(out)))
     return out
 
 
 def grafted(base: Path, onto: Path, out: Path) -> None:
     """Makes a drafter of the base model's layer."""
-    mtp.run(options.ExtractLayerOptions(str(onto), str(out), str(base)))
+    mtp.run(mtp.ExtractOptions(str(onto), str(out), str(base)))
 
 
 def stitched(drafter: Path, into: Path, out: Path) -> Path:
-    mtp.run(options.StitchOptions(str(drafter), str(into), str(out)))
+    mtp.run(mtp.StitchOptions(str(drafter), str(into), str(out)))
     return out
 
 
@@ -382,7 +382,7 @@ def test_stitch_refuses_parts_other_targets_and_other_drafters(tmp_path: Path) -
 
 def test_a_layer_of_other_sizes_is_refused() -> None:
     layer = {"model_type": "glm4_moe", "hidden_size": 32, "n_routed_experts": 4, "pad_token_id": 0}
-    given = options.StitchOptions("drafter", "target", "out")
+    given = mtp.StitchOptions("drafter", "target", "out")
     mtp.check_fits(layer, {**layer, "pad_token_id": 1, "rms_norm_eps": 1e-5}, given)
     with pytest.raises(UserError, match="n_routed_experts 4, and target has 8"):
         mtp.check_fits(layer, {**layer, "n_routed_experts": 8}, given)

@@ -12,8 +12,8 @@ import pytest
 from draftsmith.commands import plan
 from draftsmith.commands.plan import MemoryNeed, PlanOptions, fit, verdict
 from draftsmith.heads.errors import UserError
-from draftsmith.train.data.config import FeatureOptions
 from draftsmith.train import estimate
+from draftsmith.train.data.config import FeatureOptions
 from draftsmith.train.estimate import StepMemory
 from tests.conftest import ROOT
 

@@ -18,7 +18,8 @@ import pytest
 import draftsmith
 from draftsmith.command_line.parse import options_from, parse
 from draftsmith.commands import python as functions
-from draftsmith.commands.options import ExportOptions, ExtractOptions
+from draftsmith.commands.exporting import ExportOptions
+from draftsmith.commands.extract import ExtractOptions
 from draftsmith.inference.conversations.rows import given_rows, write_rows
 from draftsmith.inference.evaluation.intervals import tau_interval
 from draftsmith.inference.evaluation.options import EvaluateOptions

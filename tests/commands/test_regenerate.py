@@ -12,16 +12,15 @@ from typing import Any
 
 import pytest
 
-from draftsmith.commands import replies
-from draftsmith.commands.options import RegenerateOptions as Options
-from draftsmith.commands.options import ServerOptions
-from draftsmith.commands.regenerate import Share, run
-from draftsmith.commands.tasks import questions, repair
+from draftsmith.commands.regenerate import RegenerateOptions as Options
+from draftsmith.commands.regenerate import ServerOptions, Share, run
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.base.settings import Sampling, TargetConfig
 from draftsmith.inference.conversations.formats import conversation_of
 from draftsmith.inference.conversations.sources import rows_of as read_rows
 from draftsmith.inference.targets.target import load_target
+from draftsmith.train.data import replies
+from draftsmith.train.data.regeneration import questions, repair
 from draftsmith.train.data.templates import encode
 from tests.conftest import tiny_target
 from tests.helpers.published_templates import tokenizer_of

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.commands.options import SplitOptions
-from draftsmith.commands.split import run
+from draftsmith.commands.split import SplitOptions, run
 from draftsmith.heads.errors import UserError
 from draftsmith.train.data.split import chance
 

@@ -23,7 +23,7 @@ import yaml
 
 from draftsmith.command_line.fields import from_word
 from draftsmith.command_line.parse import Values, given_options
-from draftsmith.commands.verbs import GROUPS, options_of_verb
+from draftsmith.commands.cli import GROUPS, options_of_verb
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.proposers.registry import parse_spec
 from draftsmith.train.methods.registry import METHODS, method_named, run_class_named

@@ -20,7 +20,6 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from draftsmith.commands.extract import assigned_shards, refuse_another
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.decode import generate_one
@@ -39,6 +38,7 @@ from draftsmith.inference.targets.stored import (
 )
 from draftsmith.inference.targets.target import Target, load_target
 from draftsmith.train.data.store import encoded, missing_shards, shard_path
+from draftsmith.train.extraction import assigned_shards, refuse_another
 from draftsmith.train.inputs import check_named_target
 from tests.conftest import PYTHON, ROOT, edit_config, tiny_target
 from tests.helpers.architectures import architecture

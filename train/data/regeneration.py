@@ -10,18 +10,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..heads.documents import DocumentError, convert
-from ..heads.errors import UserError
-from ..heads.files import JsonObject
-from ..heads.fingerprint import without_name
-from ..inference.base.console import Progress
-from ..inference.conversations.formats import CUT_SHORT, Conversation, conversation_of
-from ..inference.conversations.messages import RowError, plain_message
-from ..inference.conversations.rendering import prompt_ids
-from ..inference.conversations.rows import Notes
-from ..inference.conversations.templates import plain_ids
-from ..inference.targets.target import Target
-from ..train.data.documents import WrittenRow
+from ...heads.documents import DocumentError, convert
+from ...heads.errors import UserError
+from ...heads.files import JsonObject
+from ...heads.fingerprint import without_name
+from ...inference.base.console import Progress
+from ...inference.conversations.formats import CUT_SHORT, Conversation, conversation_of
+from ...inference.conversations.messages import RowError, plain_message
+from ...inference.conversations.rendering import prompt_ids
+from ...inference.conversations.rows import Notes
+from ...inference.conversations.templates import plain_ids
+from ...inference.targets.target import Target
+from .documents import WrittenRow
 
 
 @dataclass

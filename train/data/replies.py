@@ -13,14 +13,13 @@ from typing import Annotated
 import httpx
 import msgspec
 
-from ..heads.documents import DocumentError, Token, convert, demand
-from ..heads.errors import UserError
-from ..heads.files import JsonObject
-from ..inference.base.keys import OF_SERVER, headers_with_key
-from ..inference.conversations.messages import RowError, without_nulls
-from ..inference.evaluation.server_client import client_of, model_named, models_of
-from .options import RegenerateOptions as Options
-from .tasks import Sink, Task
+from ...heads.documents import DocumentError, Token, convert, demand
+from ...heads.errors import UserError
+from ...heads.files import JsonObject
+from ...inference.base.keys import OF_SERVER, headers_with_key
+from ...inference.conversations.messages import RowError, without_nulls
+from ...inference.evaluation.server_client import client_of, model_named, models_of
+from .regeneration import Sink, Task
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +27,8 @@ PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)  # before each attempt: a server may 
 REPLY_S = 600.0  # longest wait for a whole reply
 
 
-def regenerate_on_server(tasks: list[Task], options: Options, sink: Sink) -> None:
-    """Run every conversation through the server, `concurrency` of them at a time.
+def regenerate_on_server(tasks: list[Task], sink: Sink, writer: ServerWriter) -> None:
+    """Run every conversation through the server of `writer`, and append each to `sink` when done.
 
     Raises `UserError` for plain text prompts and for a server that does not answer.
     """
@@ -38,40 +37,13 @@ def regenerate_on_server(tasks: list[Task], options: Options, sink: Sink) -> Non
             "a server answers messages; for plain text prompts run the target in this process"
         )
     try:
-        asyncio.run(_all(tasks, options, sink))
+        asyncio.run(writer.run_all(tasks, sink))
     except ExceptionGroup as group:
         user_errors = group.subgroup(UserError)
         if user_errors is None:
             raise
         # Every request under way fails for the same reason, which is reported once.
         raise UserError(str(user_errors.exceptions[0])) from None
-
-
-async def _all(tasks: list[Task], options: Options, sink: Sink) -> None:
-    """Run every conversation, and append each to `sink` when it is finished."""
-    headers = headers_with_key()
-    model = await _model(options, headers)
-    async with httpx.AsyncClient(headers=headers, timeout=REPLY_S) as client:
-        writer = _Writer(client, model, options)
-        async with asyncio.TaskGroup() as group:
-            for task in tasks:
-                group.create_task(writer.run(task, sink))
-
-
-async def _model(options: Options, headers: dict[str, str]) -> str:
-    """Return the server's name of the target: as given, or found among the models that it lists.
-
-    A server without such a list is asked for the target's name.
-    """
-    url, target = options.server.url or "", options.target.path
-    if options.server.model is not None:
-        return options.server.model
-    try:
-        async with client_of(url, headers) as client:
-            models = await models_of(client)
-    except UserError:
-        return target
-    return model_named(models, target, None, url, "--server.model")
 
 
 class CompletionChoice(msgspec.Struct):
@@ -87,7 +59,7 @@ class CompletionChoice(msgspec.Struct):
     def __post_init__(self) -> None:
         demand(
             isinstance(self.message.get("content", ""), str | None),
-            "the content of the message is no text",
+            "the content of the message is not text",
         )
         demand(
             self.message.get("role", "assistant") == "assistant",
@@ -106,15 +78,44 @@ class CompletionAnswer(msgspec.Struct):
     prompt_token_ids: list[Token] | None = None
 
 
-class _Writer:
-    """The server's `model`, which writes the replies of conversations."""
+class ServerWriter:
+    """Server whose model writes the replies of conversations, `concurrency` of them at a time.
 
-    def __init__(self, client: httpx.AsyncClient, model: str, options: Options) -> None:
-        self._client, self._model, self._options = client, model, options
-        self._url = f"{(options.server.url or '').rstrip('/')}/chat/completions"
-        self._slots = asyncio.Semaphore(options.server.concurrency)
+    `model` is the server's name of the target; if it is None, `target`, the target's path, is
+    looked for among the models that the server lists. `settings` are the fields of every request
+    for sampling and length.
+    """
+
+    def __init__(
+        self, url: str, model: str | None, target: str, concurrency: int, settings: JsonObject
+    ) -> None:
+        self._base, self._model, self._target = url, model, target
+        self._url = f"{url.rstrip('/')}/chat/completions"
+        self._slots, self._settings = asyncio.Semaphore(concurrency), settings
         # What is logged once about the server.
         self._says_ids = self._answered = True
+
+    async def run_all(self, tasks: list[Task], sink: Sink) -> None:
+        """Run every conversation, and append each to `sink` when it is finished."""
+        headers = headers_with_key()
+        if self._model is None:
+            self._model = await self._listed_model(headers)
+        self._client = httpx.AsyncClient(headers=headers, timeout=REPLY_S)
+        async with self._client, asyncio.TaskGroup() as group:
+            for task in tasks:
+                group.create_task(self.run(task, sink))
+
+    async def _listed_model(self, headers: dict[str, str]) -> str:
+        """Return the server's name of the target among the models that it lists.
+
+        A server without such a list is asked for the target's name.
+        """
+        try:
+            async with client_of(self._base, headers) as client:
+                models = await models_of(client)
+        except UserError:
+            return self._target
+        return model_named(models, self._target, None, self._base, "--server.model")
 
     async def run(self, task: Task, sink: Sink) -> None:
         """Run one conversation when it is its turn, and append it to `sink`.
@@ -158,21 +159,14 @@ class _Writer:
 
     def _request(self, task: Task) -> JsonObject:
         """Return the body of a request for the next reply of a conversation."""
-        sampling = self._options.sampling
         more = {
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
             "tools": task.conversation.tools,
             "chat_template_kwargs": task.conversation.template_kwargs,
         }
         return {
             "model": self._model,
             "messages": task.said,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "max_tokens": self._options.max_new_tokens,
-            "seed": sampling.seed,
+            **self._settings,
             "return_token_ids": True,
             "skip_special_tokens": False,
             # Not all servers know these, so that only those that change something are sent.
@@ -219,7 +213,7 @@ class _Writer:
             if response.status_code in (401, 403):
                 problem += f"; give its API key in the variable {OF_SERVER}"
             if response.status_code == 404 and not self._url.endswith("/v1/chat/completions"):
-                problem = f"status 404; OpenAI's API is mostly at {self._options.server.url}/v1"
+                problem = f"status 404; OpenAI's API is mostly at {self._base}/v1"
             if response.status_code != 429 and response.status_code < 500:
                 break
         raise UserError(

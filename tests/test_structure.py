@@ -154,6 +154,14 @@ def test_the_packages_are_those_of_the_layers() -> None:
     assert {package_of(file) for file in FILES} == set(LAYER)
 
 
+def test_table_of_packages_in_contributing_equals_layers() -> None:
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("| package | contains |")[2]
+    rows = re.findall(r"^\| `([\w/<>]+)/` \|", table.partition("\n\n")[0], re.MULTILINE)
+    named = [re.sub(r"^draftsmith/", "", row).replace("/", ".") for row in rows]
+    layers = [re.sub(r"^train\.methods\.\w+", "train.methods.<method>", one) for one in LAYERS]
+    assert named == [*dict.fromkeys(layers)]
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_point_one_way(module: str) -> None:
     # They hand over to the commands: `python -m draftsmith.train` and `draftsmith.train(...)`.

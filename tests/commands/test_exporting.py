@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.command_line.parse import parse
 from draftsmith.commands import exporting, importing
+from draftsmith.commands.exporting import ExportOptions
+from draftsmith.commands.importing import ImportOptions
 from draftsmith.commands.cli import main
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.eagle import drafter_of
@@ -38,12 +40,12 @@ Change = Callable[[dict[str, Any], dict[str, Any], dict[str, Any]], Any]
 
 
 def exported(name: str, engine: EngineName, out: Path, **more: Any) -> Path:
-    exporting.run(exporting.ExportOptions(str(DRAFTERS / name), engine, str(out), **more))
+    exporting.run(ExportOptions(str(DRAFTERS / name), engine, str(out), **more))
     return out
 
 
 def imported(folder: Path, out: Path, **more: Any) -> Path:
-    importing.run(importing.ImportOptions(str(folder), str(QUICKSTART), str(out), **more))
+    importing.run(ImportOptions(str(folder), str(QUICKSTART), str(out), **more))
     return out
 
 
@@ -442,7 +444,7 @@ def test_an_imported_head_is_trained_on(saved_tiny: Path, tmp_path: Path) -> Non
     tensors = {name: t.contiguous().clone() for name, t in drafter.serving_state().items()}
     save_file(tensors, public / "model.safetensors")
     (public / "config.json").write_text(json.dumps(config))
-    importing.run(importing.ImportOptions(str(public), str(saved_tiny), str(tmp_path / "drafter")))
+    importing.run(ImportOptions(str(public), str(saved_tiny), str(tmp_path / "drafter")))
     changes: dict[str, Any] = {"max_steps": 1, "init_from": str(tmp_path / "drafter")}
     config_file = make_config(tmp_path, saved_tiny, "eagle", **changes, heads={})
     train(config_file, "--optim.lr", "1e-9", method="eagle")
@@ -471,10 +473,10 @@ def test_a_block_is_drafted_whole_there_and_back(
     before.save(tmp_path / "drafter")
     with pytest.raises(UserError, match="--drafts 5 is more than the 4 drafts that"):
         exporting.run(
-            exporting.ExportOptions(str(tmp_path / "drafter"), "vllm", str(tmp_path / "vllm"), drafts=5)
+            ExportOptions(str(tmp_path / "drafter"), "vllm", str(tmp_path / "vllm"), drafts=5)
         )
     for engine, layout in (("vllm", kind), ("speculators", f"speculators {kind}")):
-        exporting.run(exporting.ExportOptions(str(tmp_path / "drafter"), engine, str(tmp_path / engine)))  # type: ignore[arg-type]
+        exporting.run(ExportOptions(str(tmp_path / "drafter"), engine, str(tmp_path / engine)))  # type: ignore[arg-type]
         if engine == "vllm":
             assert '"num_speculative_tokens": 4' in capsys.readouterr().out
         back = imported(tmp_path / engine, tmp_path / f"{engine}-back")

@@ -67,7 +67,7 @@ class Block:
         if self.language not in (*MARKED, *OUTPUT):
             return f"name a language: {', '.join((*MARKED, *OUTPUT))}"
         if self.mark and not MARK.fullmatch(self.mark):
-            return f"unknown mark {self.mark!r}; see tests/pages.py"
+            return f"unknown mark {self.mark!r}; see tests/helpers/pages.py"
         if self.language in MARKED and (not self.mark or self.mark.startswith("wide")):
             return "mark it runnable, checked or 'not run: REASON'"
         return None

@@ -1,4 +1,4 @@
-"""Training of EAGLE drafters; the loss is in `unrolled_loss.py`.
+"""Training of EAGLE drafters; the loss is in `train/losses/unrolled.py`.
 
 EAGLE-3 (arXiv 2503.01840) is unrolled over its own states; EAGLE-1 (arXiv 2401.15077) learns one
 step towards the target's next feature.

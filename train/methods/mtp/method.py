@@ -1,7 +1,7 @@
 """Training of MTP layers: unrolled over their own states, as engines serve them.
 
-The loss is that of EAGLE drafters (`unrolled_loss.py`). A layer that comes with its target, or with
-the model that the target was tuned from, is trained on with `--init-from`.
+The loss is that of EAGLE drafters (`train/losses/unrolled.py`). A layer that comes with its target,
+or with the model that the target was tuned from, is trained on with `--init-from`.
 """
 
 from __future__ import annotations

@@ -116,7 +116,9 @@ def test_modules_that_pages_and_code_cite_exist() -> None:
     ]  # fmt: skip
     wrong = []
     for file in [*PAGES, *package]:
-        cited = {*CITED.findall(file.read_text())} - known - FOREIGN
+        cited = (
+            {one for one in CITED.findall(file.read_text()) if "NAME" not in one} - known - FOREIGN
+        )
         wrong += [f"{file.relative_to(ROOT)}: {name}" for name in sorted(cited)]
     assert not wrong, "\n".join(wrong)
 

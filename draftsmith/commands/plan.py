@@ -1,7 +1,7 @@
 """`draftsmith data plan`: prints whether a training run fits, and its GPU-hours, bytes and price.
 
 They follow from the configs alone, by arithmetic on shapes: target and drafter are built without
-weights. Assumptions are printed next to the figures. `targets/NAME.json` is the config.json of a
+weights. Assumptions are printed next to the figures. `targets/NAME/config.json` is that of a
 well-known target, which needs no hub.
 """
 
@@ -9,10 +9,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -91,8 +87,7 @@ def run(options: PlanOptions) -> None:
     from ..train.estimate import memory_of_step
 
     check_json(options.json)
-    with nullcontext() if options.target_shape is None else folder_of(options.target_shape) as path:
-        config, shape, plan = planned(options, path)
+    config, shape, plan = planned(options)
     memory, ends = memory_of_step(shape, config, options.gpus), TARGET_BYTES * shape.ends_params
     need = MemoryNeed(memory, shape.target_layers, config.features.live, ends)
     line, figures = verdict(need, plan, options, config)
@@ -123,24 +118,22 @@ def steps_note(steps: dict[str, int], options: PlanOptions, config: RunConfig) -
     )
 
 
-def planned(
-    options: PlanOptions, target: str | None = None
-) -> tuple[Any, RunSizes, dict[str, float]]:
+def planned(options: PlanOptions) -> tuple[Any, RunSizes, dict[str, float]]:
     """Return the run's config, the sizes of its target and drafter, and their `plan_for`.
 
-    `target` is a folder in place of the config's target; `options.gpus` is set if it was not.
-    Raises `UserError` for a target without a config, for a config file that is not one, and for
-    rows that the GPUs cannot share.
+    `options.gpus` is set if it was not. Raises `UserError` for a target without a config, for a
+    config file that is not one, and for rows that the GPUs cannot share.
     """
     from ..train.estimate import shape_of
     from ..train.losses.first_weights import take_heads_before
 
-    method = method_named(method_for(options.config, options.method))
     changes = [*options.set]
-    if target is not None:
+    if options.target_shape is not None:
+        target = folder_of(options.target_shape)
         if any(change.startswith(("target.path=", "target=")) for change in changes):
             raise UserError("--target-shape and --set target.path both name the target; give one")
         changes.append(f"target.path={target}")
+    method = method_named(method_for(options.config, options.method))
     config = config_with(method.run_class, options.config, changes)
     # A plan may be made before the drafter is there that the run begins with.
     if config.init_from is not None and Path(config.init_from).is_dir():
@@ -374,7 +367,7 @@ def verdict(
 
 def known_targets() -> list[str]:
     """Return the names of the targets whose configs are here, such as qwen3-32b."""
-    return sorted(path.stem for path in TARGETS.glob("*.json"))
+    return sorted(path.name for path in TARGETS.iterdir())
 
 
 def known_target(target: str) -> str | None:
@@ -383,12 +376,11 @@ def known_target(target: str) -> str | None:
     return name if name in known_targets() else None
 
 
-@contextmanager
-def folder_of(name: str) -> Iterator[str]:
-    """Yield a folder that holds the config.json of a target, and nothing else, for as long as used.
+def folder_of(name: str) -> Path:
+    """Return the folder that holds the config.json of a target, and nothing else.
 
     Upper case and the owner on the hub may be given. Raises `UserError` with the nearest names and
-    all names if there is no such target.
+    all names for an unknown target.
     """
     if (found := known_target(name)) is None:
         wanted = name.rpartition("/")[2].lower()
@@ -396,8 +388,4 @@ def folder_of(name: str) -> Iterator[str]:
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         known = ", ".join(known_targets())
         raise UserError(f"unknown target shape {name!r}; {hint}there are: {known}")
-    with tempfile.TemporaryDirectory(prefix="draftsmith-") as temporary:
-        folder = Path(temporary) / found
-        folder.mkdir()
-        shutil.copyfile(TARGETS / f"{found}.json", folder / "config.json")
-        yield str(folder)
+    return TARGETS / found

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,23 +36,21 @@ COLUMNS = ("target", "drafter", "moments", "features", "extraction", "activation
 
 
 def memory(shape: str, method_name: str, length: int, recompute: bool) -> StepMemory:
-    """Return the memory of a step for a target of the sizes of `SHAPE.json` in `CONFIGS`."""
+    """Return the memory of a step for a target of the sizes of the folder `shape` in `CONFIGS`."""
     method = method_named(method_name)  # type: ignore[arg-type]
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text((CONFIGS / f"{shape}.json").read_text())
-        run = method.run_class(
-            out="-",
-            target=TargetConfig(path=folder),
-            data=Data(sources=[Source("-")], max_length=length),
-            batch_rows=1,
-            rows_per_step=1,
-            precision="bf16",
-        )
-        for name, value in HEADS[method_name].items():
-            setattr(run.heads, name, value)
-        if recompute:
-            run.objective.recompute = True
-        return memory_of_step(shape_of(method, run), run)
+    run = method.run_class(
+        out="-",
+        target=TargetConfig(path=str(CONFIGS / shape)),
+        data=Data(sources=[Source("-")], max_length=length),
+        batch_rows=1,
+        rows_per_step=1,
+        precision="bf16",
+    )
+    for name, value in HEADS[method_name].items():
+        setattr(run.heads, name, value)
+    if recompute:
+        run.objective.recompute = True
+    return memory_of_step(shape_of(method, run), run)
 
 
 def main() -> None:

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.command_line.parse import parse
 from draftsmith.commands import exporting, importing
+from draftsmith.commands.cli import main
 from draftsmith.commands.exporting import ExportOptions
 from draftsmith.commands.importing import ImportOptions
-from draftsmith.commands.cli import main
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.eagle import drafter_of
 from draftsmith.heads.errors import UserError

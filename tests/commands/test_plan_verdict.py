@@ -140,7 +140,7 @@ def test_an_unknown_target_is_answered_with_the_nearest_and_the_list() -> None:
     with pytest.raises(UserError) as error:
         plan.run(PlanOptions("x", target_shape="qwen3-33b"))
     assert "did you mean qwen3-32b or" in str(error.value) and "gemma-3-1b-it" in str(error.value)
-    assert {path.stem for path in plan.TARGETS.iterdir()} == {*plan.known_targets()}
+    assert all(name in str(error.value) for name in plan.known_targets())
 
 
 def test_where_the_hub_fails_a_known_name_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:

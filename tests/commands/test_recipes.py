@@ -44,7 +44,7 @@ SCRIPT = script()
 RECIPES: list[Path] = SCRIPT.recipes()
 LAYERS = [path for path in RECIPES if path.parent.name == "mtp"]
 """Recipes for the layers that targets come with."""
-TARGETS = sorted((ROOT / "draftsmith" / "commands" / "targets").glob("*.json"))
+TARGETS = sorted((ROOT / "draftsmith" / "commands" / "targets").glob("*/config.json"))
 UNMEASURED = "No number here was measured by us: nobody has run this file yet."
 PUBLISHED = {  # parameters, as the models' cards have them
     "smollm2-360m-instruct": 0.362e9,
@@ -78,8 +78,8 @@ def raw(path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def plans(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return SCRIPT.plans(tmp_path_factory.mktemp("targets"))
+def plans() -> Any:
+    return SCRIPT.plans()
 
 
 def built(run: Any, recipe: Path) -> tuple[Any, dict[str, Any]]:
@@ -89,9 +89,7 @@ def built(run: Any, recipe: Path) -> tuple[Any, dict[str, Any]]:
         method, run, ConfigOnly(AutoConfig.from_pretrained(run.target.path))
     ).drafter
     assert all(p.device.type == "meta" for p in drafter.parameters())
-    return drafter, raw(
-        ROOT / "draftsmith" / "commands" / "targets" / f"{Path(run.target.path).name}.json"
-    )
+    return drafter, raw(Path(run.target.path, "config.json"))
 
 
 def test_recipes_cover_all_targets_except_documented_gap() -> None:
@@ -316,9 +314,7 @@ def test_draft_model_recipe_sizes_match_hand_count(recipe: Path, plans: Any) -> 
     drafter, target = built(run, recipe)
     draft_model = target | {"num_hidden_layers": 7}
     if run.draft_model.path:
-        draft_model = raw(
-            ROOT / "draftsmith" / "commands" / "targets" / f"{Path(run.draft_model.path).name}.json"
-        )
+        draft_model = raw(Path(run.draft_model.path, "config.json"))
     hidden, per_head = draft_model["hidden_size"], draft_model["head_dim"]
     turned = draft_model["num_attention_heads"] + draft_model["num_key_value_heads"]
     norms = 2 * hidden + (0 if draft_model["model_type"] == "llama" else 2 * per_head)
@@ -378,14 +374,11 @@ def test_mtp_recipe_sizes_match_hand_count(recipe: Path, plans: Any) -> None:
     assert drafter.fc.weight.shape == (hidden, 2 * hidden)
 
 
-@pytest.mark.parametrize("path", TARGETS, ids=lambda path: path.stem)
-def test_a_drafter_turns_as_its_targets_full_attention_layers_do(
-    path: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("path", TARGETS, ids=lambda path: path.parent.name)
+def test_a_drafter_turns_as_its_targets_full_attention_layers_do(path: Path) -> None:
     """Linear, llama3 and yarn scaling of real configs: the drafter's frequencies are the target's,
     bit for bit."""
-    (tmp_path / "config.json").write_text(path.read_text())
-    config = AutoConfig.from_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(path.parent)
     text = config.get_text_config()
     ours = Rotary(raw(path)["head_dim"], text.max_position_embeddings, rope_of(text))
     with torch.device("meta"):
@@ -408,7 +401,7 @@ def test_the_table_of_the_readme_is_what_the_script_prints(plans: Any) -> None:
 def test_a_plan_takes_changes_to_its_run(tmp_path: Path) -> None:
     recipe = next(path for path in RECIPES if name_of(path) == "eagle/qwen3-0.6b")
     changes = [
-        f"target.path={SCRIPT.config_folder('Qwen/Qwen3-0.6B', tmp_path)}",
+        f"target.path={SCRIPT.config_folder('Qwen/Qwen3-0.6B')}",
         "heads.draft_vocab_size=16000",
         "batch_rows=4",
     ]

@@ -8,17 +8,15 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
 from ..heads.errors import UserError
-from ..heads.files import JsonObject
 from ..inference.base.console import warn
 from ..inference.base.settings import Sampling, SourceOptions, TargetConfig, TemplateOptions
-from ..inference.conversations.messages import RowError
+from ..inference.conversations.messages import RowError, check_text
 from ..inference.conversations.rows import Notes
 
 if TYPE_CHECKING:
@@ -80,7 +78,6 @@ def run(options: GenerateOptions) -> None:
     Raises `UserError` for an empty prompt, and for one that is not UTF-8 text, before the target is
     loaded.
     """
-    from ..inference.conversations.prompts import STANDARD_INPUT, check_source, words_or_rows
     from ..inference.conversations.templates import check_template_kwargs
     from ..inference.profile import read_profile
     from ..inference.proposers.registry import check_spec
@@ -89,83 +86,71 @@ def run(options: GenerateOptions) -> None:
     check_template_kwargs(options.chat_template_kwargs)
     if options.profile is not None:
         read_profile(options.profile)
-    given: list[tuple[str, str | Conversation]]
-    if options.prompts is not None:
-        source = options.source(options.prompts)
-        check_source(source, lines=True)
-        # Conversations get the template's arguments of the options.
-        variables = options.chat_template_kwargs
-        given = [
-            (name, one if isinstance(one, str) else conversation(name, one, variables))
-            for name, one in words_or_rows(source)
-        ]
-        if not given:
-            name = "standard input" if options.prompts == STANDARD_INPUT else options.prompts
-            raise UserError(f"{name} holds no prompts; give at least one")
-        check_conversations(given, options)
-    else:
-        given = [("prompt", one_prompt(options.prompt or ""))]
+    prompts = prompts_of(options)
     decoder = load(options)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that cannot show a character gets its code in place of an error. Some streams
         # cannot be changed.
         with suppress(OSError):
             sys.stdout.reconfigure(errors="backslashreplace")
-    for number, (name, prompt) in enumerate(given):
-        answer_turns(decoder, options, number, name, prompt)
+    for prompt in prompts:
+        answer_turns(decoder, options, prompt)
     if in_color():
         print(f"{GREEN}green{RESET}: accepted drafts; the rest the target wrote", file=sys.stderr)
 
 
-def conversation(name: str, row: Any, variables: JsonObject) -> Conversation:
-    """Return the conversation of a row, with the template's `variables`. Raises `UserError`."""
-    from ..inference.conversations.formats import conversation_of
+def prompts_of(options: GenerateOptions) -> list[Prompt]:
+    """Return the prompts of the options, encoded. Raises `UserError`."""
+    from ..inference.conversations.formats import Conversation, conversation_of
+    from ..inference.conversations.prompts import (
+        STANDARD_INPUT,
+        Prompt,
+        check_source,
+        words_or_rows,
+    )
+    from ..inference.conversations.rendering import prompt_ids
+    from ..inference.evaluation.checks import tokenizer_of
 
-    try:
-        return conversation_of(row).with_arguments(variables)
-    except RowError as error:
-        raise UserError(f"{name}: {error}; fix or remove it") from error
+    if options.prompts is None:
+        given: list[tuple[str, Any]] = [("prompt", one_prompt(options.prompt or ""))]
+    else:
+        source = options.source(options.prompts)
+        check_source(source, lines=True)
+        given = [*words_or_rows(source)]
+        if not given:
+            name = "standard input" if options.prompts == STANDARD_INPUT else options.prompts
+            raise UserError(f"{name} holds no prompts; give at least one")
+    tokenizer, prompts = tokenizer_of(options.target), list[Prompt]()
+    for number, (name, row) in enumerate(given):
+        notes = Notes()
+        try:
+            check_text(row)
+            if not isinstance(row, str):
+                conversation = conversation_of(row)
+            elif tokenizer.chat_template:
+                conversation = Conversation(messages=[{"role": "user", "content": row}])
+            else:
+                conversation = Conversation(text=row)
+            conversation = conversation.with_arguments(options.chat_template_kwargs)
+            ids = prompt_ids(conversation, tokenizer, options.target.path, notes)
+            if not ids:
+                raise RowError("the prompt is empty")
+        except RowError as error:
+            raise UserError(f"{name}: {error}; fix or remove it") from error
+        notes.report(name)
+        prompts.append(Prompt(name, ids, "", number, conversation, conversation.later))
+    return prompts
 
 
 def one_prompt(text: str) -> str:
     """Return the words of `--prompt`, or standard input for `-`. Raises `UserError` if empty."""
-    from ..inference.conversations.prompts import STANDARD_INPUT
-
     try:
-        words = sys.stdin.buffer.read().decode() if text == STANDARD_INPUT else text
+        words = sys.stdin.buffer.read().decode() if text == "-" else text
     except UnicodeDecodeError as error:
         raise UserError("standard input is not UTF-8 text") from error
     if not words.strip():
         raise UserError("the prompt is empty; give --prompt some words")
     return words
-
-
-def check_conversations(
-    given: Iterable[tuple[str, str | Conversation]], options: GenerateOptions
-) -> None:
-    """Raise `UserError` for a conversation without a prompt, or one that the template refuses."""
-    from ..inference.conversations.formats import Conversation
-    from ..inference.evaluation.checks import tokenizer_of
-
-    tokenizer = tokenizer_of(options.target)
-    for name, prompt in given:
-        if isinstance(prompt, Conversation):
-            ids_of(name, prompt, tokenizer, options.target.path)
-
-
-def ids_of(name: str, conversation: Conversation, tokenizer: Any, target_name: str) -> list[int]:
-    """Return the token ids of a conversation. Raises `UserError`, which says its `name`."""
-    from ..inference.conversations.rendering import prompt_ids
-
-    try:
-        notes = Notes()
-        ids = prompt_ids(conversation, tokenizer, target_name, notes)
-        if not ids:
-            raise RowError("the prompt is empty")
-    except RowError as error:
-        raise UserError(f"{name}: {error}; fix or remove it") from error
-    notes.report(name)
-    return ids
 
 
 def load(options: GenerateOptions) -> Decoder:
@@ -188,39 +173,30 @@ def load(options: GenerateOptions) -> Decoder:
     return Decoder(target, load_proposer(options.drafter, target, warn, tuned, choose=True))
 
 
-def answer_turns(
-    decoder: Decoder, options: GenerateOptions, number: int, name: str, given: str | Conversation
-) -> None:
-    """Stream the reply to a prompt, and those to the later turns of its conversation.
-
-    `number` is the prompt's among all, which its noise belongs to, as in `draftsmith evaluate`.
-    """
-    from ..inference.conversations.formats import Conversation
-    from ..inference.conversations.prompts import Prompt, next_turn
+def answer_turns(decoder: Decoder, options: GenerateOptions, prompt: Prompt) -> None:
+    """Stream the reply to a prompt, and those to the later turns of its conversation."""
+    from ..inference.conversations.prompts import next_turn
     from ..inference.decode import Request
 
     target = decoder.target
-    if isinstance(given, str):
-        conversation = Conversation(text=given)
-        ids = decoder.encode(given, template_kwargs=options.chat_template_kwargs)
-    else:
-        conversation, ids = given, ids_of(name, given, target.tokenizer, target.name)
-    following: Prompt | None = Prompt(name, ids, "", number, conversation, conversation.later)
     room = target.max_positions - options.max_new_tokens
+    following: Prompt | None = prompt
     turn = 0
-    while (prompt := following) is not None:
+    while following is not None:
         if options.prompts is not None:
-            print(f"--- {name}: {heading(prompt.conversation)}", file=sys.stderr)
-        reply = answer(decoder, Request(prompt.token_ids, number, turn), options)
+            print(f"--- {prompt.id}: {heading(following.conversation)}", file=sys.stderr)
+        # The number of the prompt is what its noise belongs to, as in `draftsmith evaluate`.
+        request = Request(following.token_ids, prompt.place, turn)
+        reply = answer(decoder, request, options)
         following = next_turn(
-            prompt, reply.token_ids, target.tokenizer, target.name, target.eos_ids, room
+            following, reply.token_ids, target.tokenizer, target.name, target.eos_ids, room
         )
         turn += 1
 
 
 def heading(conversation: Conversation | None) -> str:
     """Return the beginning of the last words of a conversation, as one line."""
-    assert conversation is not None, "`answer_turns` gives every prompt one"
+    assert conversation is not None, "`prompts_of` gives every prompt one"
     last = conversation.messages[-1].get("content") if conversation.messages else conversation.text
     line = " ".join(str(last or "").split())
     return line if len(line) <= HEADING else line[: HEADING - 3] + "..."

@@ -18,18 +18,21 @@ from ..command_line.endings import versions
 from ..command_line.parse import config_with
 from ..heads.errors import UserError
 from ..heads.files import JsonObject, check_json, output_json
+from ..heads.fingerprint import tokenizer_hash
 from ..inference.base.console import Console, several
 from ..inference.base.settings import RowSource, SourceOptions, TargetConfig
+from ..inference.conversations.formats import conversation_of
 from ..inference.conversations.messages import RowError
 from ..inference.conversations.rows import Notes
 from ..inference.conversations.sources import rows_of, source_files
+from ..inference.conversations.templates import endless
+from ..train.data.templates import Encoded, encode
 from ..train.methods.registry import method_for, method_named
 from .run_file import RunFile
 
 if TYPE_CHECKING:
     from ..inference.targets.target import Target
     from ..train.config import RunConfig
-    from ..train.data.templates import Encoded
 
 GIB = 2**30
 MOST_ROWS = 3  # of a file
@@ -257,7 +260,6 @@ def check_target(
     learned of `rows` (name and value), rendered with `template_kwargs`. If the target cannot be
     loaded, the others are left out.
     """
-    from ..inference.conversations.templates import endless
     from ..inference.targets.target import load_target
     from ..inference.targets.target_files import gigabytes
     from ..train.data.features import LiveTarget
@@ -340,10 +342,7 @@ def sequences_of(
     about a source. Raises `RowError` for a row that is malformed or that the template cannot
     render, `UserError` for a target without one.
     """
-    from ..heads.fingerprint import tokenizer_hash
-    from ..inference.conversations.formats import conversation_of
     from ..train.data.tables import check_tokens
-    from ..train.data.templates import encode
 
     conversation = conversation_of(row)
     check_tokens(conversation, tokenizer_hash(target.tokenizer), target.vocab_size)

@@ -16,13 +16,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 from ..heads.errors import UserError
 from ..inference.base.console import warn
 from ..inference.base.settings import Sampling, SourceOptions, TargetConfig, TemplateOptions
+from ..inference.conversations.formats import Conversation, conversation_of
 from ..inference.conversations.messages import RowError, check_text
+from ..inference.conversations.prompts import (
+    STANDARD_INPUT,
+    Prompt,
+    check_source,
+    next_turn,
+    words_or_rows,
+)
+from ..inference.conversations.rendering import prompt_ids
 from ..inference.conversations.rows import Notes
+from ..inference.conversations.templates import check_template_kwargs
 
 if TYPE_CHECKING:
     from ..inference.api import Decoder, Reply
-    from ..inference.conversations.formats import Conversation
-    from ..inference.conversations.prompts import Prompt
     from ..inference.decode import Generation, Request
 
 HEADING = 60  # characters of a prompt that are shown above its reply
@@ -78,7 +86,6 @@ def run(options: GenerateOptions) -> None:
     Raises `UserError` for an empty prompt, and for one that is not UTF-8 text, before the target is
     loaded.
     """
-    from ..inference.conversations.templates import check_template_kwargs
     from ..inference.profile import read_profile
     from ..inference.proposers.registry import check_spec
 
@@ -101,14 +108,6 @@ def run(options: GenerateOptions) -> None:
 
 def prompts_of(options: GenerateOptions) -> list[Prompt]:
     """Return the prompts of the options, encoded. Raises `UserError`."""
-    from ..inference.conversations.formats import Conversation, conversation_of
-    from ..inference.conversations.prompts import (
-        STANDARD_INPUT,
-        Prompt,
-        check_source,
-        words_or_rows,
-    )
-    from ..inference.conversations.rendering import prompt_ids
     from ..inference.evaluation.checks import tokenizer_of
 
     if options.prompts is None:
@@ -145,7 +144,7 @@ def prompts_of(options: GenerateOptions) -> list[Prompt]:
 def one_prompt(text: str) -> str:
     """Return the words of `--prompt`, or standard input for `-`. Raises `UserError` if empty."""
     try:
-        words = sys.stdin.buffer.read().decode() if text == "-" else text
+        words = sys.stdin.buffer.read().decode() if text == STANDARD_INPUT else text
     except UnicodeDecodeError as error:
         raise UserError("standard input is not UTF-8 text") from error
     if not words.strip():
@@ -175,7 +174,6 @@ def load(options: GenerateOptions) -> Decoder:
 
 def answer_turns(decoder: Decoder, options: GenerateOptions, prompt: Prompt) -> None:
     """Stream the reply to a prompt, and those to the later turns of its conversation."""
-    from ..inference.conversations.prompts import next_turn
     from ..inference.decode import Request
 
     target = decoder.target

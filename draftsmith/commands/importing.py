@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from ..heads.documents import OwnFile, read_document
 from ..heads.errors import UserError
 from ..heads.files import check_new_folder, checksum
 from ..train.provenance import provenance
 
 if TYPE_CHECKING:
     from ..heads.artifact import Artifact
-    from ..heads.documents import OwnFile
     from ..heads.exchange.foreign import Answers, ImportedDrafter, TargetParts
     from ..inference.targets.stored import StoredTarget
 
@@ -53,7 +53,6 @@ def run(options: ImportOptions) -> None:
     import torch
 
     from ..heads.artifact import OWN_FILE, drafter_class
-    from ..heads.documents import OwnFile, read_document
     from ..heads.exchange.hub import fetched
     from ..heads.layers import LayeredDrafter
     from ..heads.stored_tensors import PICKLES

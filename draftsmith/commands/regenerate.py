@@ -35,11 +35,13 @@ from ..inference.base.settings import (
 from ..inference.conversations.messages import RowError
 from ..inference.conversations.rows import SHARES, LeftOut, Notes
 from ..inference.conversations.sources import rows_of, source_files
+from ..inference.conversations.templates import endless, warn_of_plain_text
+from ..train.data.regeneration import Answered, Sink, Task, refuse_other, repair
+from ..train.data.replies import ServerWriter, regenerate_on_server
+from ..train.data.templates import cut_replies
 
 if TYPE_CHECKING:
     from ..inference.targets.target import Target
-    from ..train.data.regeneration import Sink, Task
-    from ..train.data.replies import ServerWriter
 
 log = logging.getLogger(__name__)
 
@@ -142,10 +144,6 @@ def run(options: RegenerateOptions) -> None:
 
 def _regenerate(options: RegenerateOptions, share: Share, rows: list[tuple[str, Any]]) -> None:
     """Write the replies to `rows` that the file of this share lacks; see `run`."""
-    from ..train.data.regeneration import Answered, Sink, refuse_other, repair
-    from ..train.data.replies import regenerate_on_server
-    from ..train.data.templates import cut_replies
-
     out, facts = share.file, provenance_of(options)
     # A file of a share has a name that nothing else has.
     mine = repair(out, ours=options.share is not None)
@@ -235,8 +233,6 @@ def tasks_of(rows: list[tuple[str, Any]], options: RegenerateOptions, notes: Not
     `notes` get what is said once about the source. Raises `UserError` if no row can be used, or at
     the first malformed one if `bad_rows` is stop.
     """
-    from ..train.data.regeneration import Task
-
     tasks, left_out, ids = [], LeftOut(options.data, options.bad_rows), Counter[str]()
     for name, row in rows:
         try:
@@ -274,8 +270,6 @@ def provenance_of(options: RegenerateOptions) -> dict[str, Any]:
 
 def server_writer(options: RegenerateOptions, url: str) -> ServerWriter:
     """Return the writer of replies for the server at `url`."""
-    from ..train.data.replies import ServerWriter
-
     server, sampling = options.server, options.sampling
     settings: JsonObject = {
         "temperature": sampling.temperature,
@@ -296,7 +290,6 @@ def regenerate_here(tasks: Sequence[Task], options: RegenerateOptions, sink: Sin
     A conversation of several turns comes back into the queue after each reply. Prompts that are too
     long are left out with a warning.
     """
-    from ..inference.conversations.templates import endless, warn_of_plain_text
     from ..inference.decode import Request, decode
     from ..inference.proposers.ngram import PlainDecoding
     from ..inference.targets.target import load_for_decoding

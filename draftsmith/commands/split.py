@@ -6,17 +6,17 @@ import json
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from ..heads.errors import UserError
 from ..heads.files import check_output_folder
 from ..inference.base.settings import RowOptions
+from ..inference.conversations.choice import Units
+from ..inference.conversations.formats import Conversation, conversation_of
 from ..inference.conversations.messages import RowError, check_text
 from ..inference.conversations.rows import GivenRows, LeftOut, write_rows
 from ..inference.conversations.sources import rows_of, source_files
-
-if TYPE_CHECKING:
-    from ..inference.conversations.formats import Conversation
+from ..train.data.split import chance
 
 SEED = 0  # of the choice, which no other number would make better
 
@@ -56,10 +56,6 @@ def run(options: SplitOptions) -> None:
 
     Raises `UserError`, also where one of them would be empty.
     """
-    from ..inference.conversations.choice import Units
-    from ..inference.conversations.formats import conversation_of
-    from ..train.data.split import chance
-
     source = options.source(options.data)
     check_output_folder(options.out, "--out")
     train, held_out = (Path(options.out) / name for name in ("train.jsonl", "held_out.jsonl"))

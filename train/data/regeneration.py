@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ...heads.documents import DocumentError, convert
 from ...heads.errors import UserError
@@ -20,8 +20,10 @@ from ...inference.conversations.messages import RowError, plain_message
 from ...inference.conversations.rendering import prompt_ids
 from ...inference.conversations.rows import Notes
 from ...inference.conversations.templates import plain_ids
-from ...inference.targets.target import Target
 from .documents import WrittenRow
+
+if TYPE_CHECKING:
+    from ...inference.targets.target import Target
 
 
 @dataclass

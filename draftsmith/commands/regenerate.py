@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..heads.errors import UserError
-from ..heads.files import JsonObject, check_output, check_output_folder
+from ..heads.files import check_output, check_output_folder
 from ..heads.locks import only_writer
 from ..inference.base.console import Progress
 from ..inference.base.keys import headers_with_key
@@ -30,41 +30,19 @@ from ..inference.base.settings import (
     Sampling,
     TargetConfig,
     TemplateOptions,
-    check_url,
 )
 from ..inference.conversations.messages import RowError
 from ..inference.conversations.rows import SHARES, LeftOut, Notes
 from ..inference.conversations.sources import rows_of, source_files
 from ..inference.conversations.templates import endless, warn_of_plain_text
 from ..train.data.regeneration import Answered, Sink, Task, refuse_other, repair
-from ..train.data.replies import ServerWriter, regenerate_on_server
+from ..train.data.replies import ServerOptions, regenerate_on_server
 from ..train.data.templates import cut_replies
 
 if TYPE_CHECKING:
     from ..inference.targets.target import Target
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class ServerOptions:
-    """OpenAI-compatible server that runs the target.
-
-    An API key that it wants is in the variable DRAFTSMITH_SERVER_KEY.
-    """
-
-    url: str | None = None
-    """Base address, such as http://localhost:8000/v1; if not given, the target runs in this
-    process."""
-    model: str | None = None
-    """Name of the model on the server; the target's path if not given."""
-    concurrency: int = 32
-    """Number of requests under way at one time."""
-
-    def __post_init__(self) -> None:
-        check_url(self.url, "--server.url")
-        if self.concurrency < 1:
-            raise UserError("--server.concurrency must be at least 1")
 
 
 @dataclass
@@ -144,7 +122,7 @@ def run(options: RegenerateOptions) -> None:
 
 def _regenerate(options: RegenerateOptions, share: Share, rows: list[tuple[str, Any]]) -> None:
     """Write the replies to `rows` that the file of this share lacks; see `run`."""
-    out, facts = share.file, provenance_of(options)
+    out, facts, target = share.file, provenance_of(options), options.target.path
     # A file of a share has a name that nothing else has.
     mine = repair(out, ours=options.share is not None)
     # The weights of a target that is loaded here are compared in place of its name.
@@ -168,7 +146,7 @@ def _regenerate(options: RegenerateOptions, share: Share, rows: list[tuple[str, 
         log.info(held, options.out, len(finished), len(tasks), of_share)
     # Only a target that is loaded can be compared with one of another name.
     names = {row.get("target") for row in written.values() if row is not None}
-    if not tasks and (not here or names <= {facts["target"]}):
+    if not tasks and (not here or names <= {target}):
         return
     if options.server.url is not None:  # an unreadable key leaves no empty file
         headers_with_key()
@@ -179,7 +157,9 @@ def _regenerate(options: RegenerateOptions, share: Share, rows: list[tuple[str, 
         ):
             sink = Sink(file, progress, facts, written)
             if options.server.url is not None:
-                regenerate_on_server(tasks, sink, server_writer(options, options.server.url))
+                regenerate_on_server(
+                    tasks, sink, options.server, target, options.sampling, options.max_new_tokens
+                )
             else:
                 regenerate_here(tasks, options, sink)
     except UserError:
@@ -266,22 +246,6 @@ def provenance_of(options: RegenerateOptions) -> dict[str, Any]:
     if options.server.url is not None:
         facts["server"] = options.server.url
     return facts
-
-
-def server_writer(options: RegenerateOptions, url: str) -> ServerWriter:
-    """Return the writer of replies for the server at `url`."""
-    server, sampling = options.server, options.sampling
-    settings: JsonObject = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "max_tokens": options.max_new_tokens,
-        "seed": sampling.seed,
-    }
-    # Not all servers know these, so that only those that change something are sent.
-    for name in ("top_k", "min_p", "repetition_penalty"):
-        if value := getattr(sampling, name):
-            settings[name] = value
-    return ServerWriter(url, server.model, options.target.path, server.concurrency, settings)
 
 
 def regenerate_here(tasks: Sequence[Task], options: RegenerateOptions, sink: Sink) -> None:

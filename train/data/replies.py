@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 from typing import Annotated
 
 import httpx
@@ -17,6 +18,7 @@ from ...heads.documents import DocumentError, Token, convert, demand
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ...inference.base.keys import OF_SERVER, headers_with_key
+from ...inference.base.settings import Sampling, check_url
 from ...inference.conversations.messages import RowError, without_nulls
 from ...inference.evaluation.server_client import client_of, model_named, models_of
 from .regeneration import Sink, Task
@@ -27,17 +29,46 @@ PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)  # before each attempt: a server may 
 REPLY_S = 600.0  # longest wait for a whole reply
 
 
-def regenerate_on_server(tasks: list[Task], sink: Sink, writer: ServerWriter) -> None:
-    """Run every conversation through the server of `writer`, and append each to `sink` when done.
+@dataclass
+class ServerOptions:
+    """OpenAI-compatible server that runs the target.
 
-    Raises `UserError` for plain text prompts and for a server that does not answer.
+    An API key that it wants is in the variable DRAFTSMITH_SERVER_KEY.
+    """
+
+    url: str | None = None
+    """Base address, such as http://localhost:8000/v1; if not given, the target runs in this
+    process."""
+    model: str | None = None
+    """Name of the model on the server; the target's path if not given."""
+    concurrency: int = 32
+    """Number of requests under way at one time."""
+
+    def __post_init__(self) -> None:
+        check_url(self.url, "--server.url")
+        if self.concurrency < 1:
+            raise UserError("--server.concurrency must be at least 1")
+
+
+def regenerate_on_server(
+    tasks: list[Task],
+    sink: Sink,
+    server: ServerOptions,
+    target: str,
+    sampling: Sampling,
+    max_new_tokens: int,
+) -> None:
+    """Run every conversation through the server, and append each to `sink` when it is finished.
+
+    `target` is the path of the target. Raises `UserError` for plain text prompts and for a server
+    that does not answer.
     """
     if any(task.conversation.messages is None for task in tasks):
         raise UserError(
             "a server answers messages; for plain text prompts run the target in this process"
         )
     try:
-        asyncio.run(writer.run_all(tasks, sink))
+        asyncio.run(_ServerWriter(server, sampling, max_new_tokens).run_all(tasks, sink, target))
     except ExceptionGroup as group:
         user_errors = group.subgroup(UserError)
         if user_errors is None:
@@ -78,44 +109,37 @@ class CompletionAnswer(msgspec.Struct):
     prompt_token_ids: list[Token] | None = None
 
 
-class ServerWriter:
-    """Server whose model writes the replies of conversations, `concurrency` of them at a time.
+class _ServerWriter:
+    """Server whose model writes the replies of conversations."""
 
-    `model` is the server's name of the target; if it is None, `target`, the target's path, is
-    looked for among the models that the server lists. `settings` are the fields of every request
-    for sampling and length.
-    """
-
-    def __init__(
-        self, url: str, model: str | None, target: str, concurrency: int, settings: JsonObject
-    ) -> None:
-        self._base, self._model, self._target = url, model, target
-        self._url = f"{url.rstrip('/')}/chat/completions"
-        self._slots, self._settings = asyncio.Semaphore(concurrency), settings
+    def __init__(self, server: ServerOptions, sampling: Sampling, max_new_tokens: int) -> None:
+        self._server, self._sampling, self._max_new_tokens = server, sampling, max_new_tokens
+        self._url = f"{(server.url or '').rstrip('/')}/chat/completions"
+        self._slots = asyncio.Semaphore(server.concurrency)
         # What is logged once about the server.
         self._says_ids = self._answered = True
 
-    async def run_all(self, tasks: list[Task], sink: Sink) -> None:
+    async def run_all(self, tasks: list[Task], sink: Sink, target: str) -> None:
         """Run every conversation, and append each to `sink` when it is finished."""
         headers = headers_with_key()
-        if self._model is None:
-            self._model = await self._listed_model(headers)
+        self._model = self._server.model or await self._listed_model(headers, target)
         self._client = httpx.AsyncClient(headers=headers, timeout=REPLY_S)
         async with self._client, asyncio.TaskGroup() as group:
             for task in tasks:
                 group.create_task(self.run(task, sink))
 
-    async def _listed_model(self, headers: dict[str, str]) -> str:
+    async def _listed_model(self, headers: dict[str, str], target: str) -> str:
         """Return the server's name of the target among the models that it lists.
 
         A server without such a list is asked for the target's name.
         """
+        url = self._server.url or ""
         try:
-            async with client_of(self._base, headers) as client:
+            async with client_of(url, headers) as client:
                 models = await models_of(client)
         except UserError:
-            return self._target
-        return model_named(models, self._target, None, self._base, "--server.model")
+            return target
+        return model_named(models, target, None, url, "--server.model")
 
     async def run(self, task: Task, sink: Sink) -> None:
         """Run one conversation when it is its turn, and append it to `sink`.
@@ -159,14 +183,21 @@ class ServerWriter:
 
     def _request(self, task: Task) -> JsonObject:
         """Return the body of a request for the next reply of a conversation."""
+        sampling = self._sampling
         more = {
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
             "tools": task.conversation.tools,
             "chat_template_kwargs": task.conversation.template_kwargs,
         }
         return {
             "model": self._model,
             "messages": task.said,
-            **self._settings,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "max_tokens": self._max_new_tokens,
+            "seed": sampling.seed,
             "return_token_ids": True,
             "skip_special_tokens": False,
             # Not all servers know these, so that only those that change something are sent.
@@ -213,7 +244,7 @@ class ServerWriter:
             if response.status_code in (401, 403):
                 problem += f"; give its API key in the variable {OF_SERVER}"
             if response.status_code == 404 and not self._url.endswith("/v1/chat/completions"):
-                problem = f"status 404; OpenAI's API is mostly at {self._base}/v1"
+                problem = f"status 404; OpenAI's API is mostly at {self._server.url}/v1"
             if response.status_code != 429 and response.status_code < 500:
                 break
         raise UserError(

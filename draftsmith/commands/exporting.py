@@ -123,11 +123,9 @@ def target_head(name: str, artifact: Artifact, options: ExportOptions) -> Tensor
 
     Raises `UserError` if the drafter is for another target.
     """
-    import torch
-
     from ..inference.targets.stored import StoredTarget, embedding_and_head_in
 
-    target = embedding_and_head_in(name, torch.device("cpu"), "auto", StoredTarget)
+    target = embedding_and_head_in(name, StoredTarget)
     trained_for, found = artifact.fingerprint, target.fingerprint()
     if errors := trained_for.errors_against(found, artifact.drafter.bound_to):
         raise UserError(

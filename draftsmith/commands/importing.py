@@ -50,8 +50,6 @@ def run(options: ImportOptions) -> None:
 
     Raises `UserError` for a folder that is not a checkpoint of this target, or needs no import.
     """
-    import torch
-
     from ..heads.artifact import OWN_FILE, drafter_class
     from ..heads.exchange.hub import fetched
     from ..heads.layers import LayeredDrafter
@@ -70,7 +68,7 @@ def run(options: ImportOptions) -> None:
             raise UserError(f"{folder} is a drafter of draftsmith already; use it as it is")
         if not issubclass(drafter_class(own_file.method), LayeredDrafter):
             raise UserError(f"{folder} needs no import; give it to --drafter as it is")
-    target = embedding_and_head_in(options.target, torch.device("cpu"), "auto", StoredTarget)
+    target = embedding_and_head_in(options.target, StoredTarget)
     if own_file is None:
         public, artifact = foreign(folder, target, answers)
     else:

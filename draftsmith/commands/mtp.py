@@ -176,7 +176,7 @@ def extract_layer(options: ExtractOptions) -> None:
     else:
         remedy = "name as --base a model that has one, or train one (draftsmith train mtp)"
         layer = find_layer(options.base, remedy)
-    target = embedding_and_head_in(options.from_, torch.device("cpu"), "auto", StoredTarget)
+    target = embedding_and_head_in(options.from_, StoredTarget)
     artifact, dtype = read_for(layer, target)
     artifact.save(options.out, dtype)
     if options.base is None:
@@ -200,8 +200,6 @@ def extract_layer(options: ExtractOptions) -> None:
 
 def stitch_layer(options: StitchOptions) -> None:
     """Write the checkpoint, and print how engines serve it. Raises `UserError`."""
-    import torch
-
     from ..heads.artifact import Artifact
     from ..heads.exchange.mtp import is_served, layout_for, layout_in, parted, places_in, stitch
     from ..heads.mtp import MtpDrafter, shape_for
@@ -212,7 +210,7 @@ def stitch_layer(options: StitchOptions) -> None:
     checkpoint = Path(options.into)
     if not checkpoint.is_dir():
         raise UserError(f"{options.into} is not a folder; download the target first")
-    target = embedding_and_head_in(options.into, torch.device("cpu"), "auto", StoredTarget)
+    target = embedding_and_head_in(options.into, StoredTarget)
     artifact = Artifact.load(
         options.drafter,
         target.fingerprint(),

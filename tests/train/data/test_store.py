@@ -159,9 +159,7 @@ def test_the_ends_alone_embed_and_judge_as_the_target_does(kind: str, tmp_path: 
     ids, states = torch.arange(5, 20), torch.randn(3, target.hidden_size)
     for embedding_and_head in (
         stored,
-        embedding_and_head_in(
-            str(tmp_path / "whole"), torch.device("cpu"), "float32", StoredTarget
-        ),
+        embedding_and_head_in(str(tmp_path / "whole"), StoredTarget, dtype="float32"),
     ):
         assert torch.equal(embedding_and_head.embed(ids), target.embed(ids)) and torch.equal(
             embedding_and_head.head(states), target.head(states)

@@ -66,7 +66,7 @@ from .provenance import provenance
 log = logging.getLogger(__name__)
 
 SCHEMA = 1
-Judged = tuple[list[HeldOutText], dict[int, float], dict[str, Tensor]]
+HeldOutFeatures = tuple[list[HeldOutText], dict[int, float], dict[str, Tensor]]
 """Held-out texts, sizes of the taps, and the tensors of `sample.safetensors`."""
 
 
@@ -112,7 +112,7 @@ class Extraction:
         if self.accelerator.is_main_process:
             log.info("%s: features of %d packed rows", store, batches.packs)
 
-    def judge_texts(self, tables: Tables, batches: Batches) -> Judged:
+    def judge_texts(self, tables: Tables, batches: Batches) -> HeldOutFeatures:
         """Return the held-out texts with their features, the sizes of the taps, and a sample.
 
         The sample has the taps of a text by their numbers, and its token ids as "ids"; it is what
@@ -133,7 +133,7 @@ class Extraction:
                 sample[str(tap)] = states.cpu().contiguous()
         return texts, dict(zip(taps, target.tap_sizes(taps), strict=True)), sample
 
-    def begin(self, tables: Tables, batches: Batches, judged: Judged | None) -> None:
+    def begin(self, tables: Tables, batches: Batches, judged: HeldOutFeatures | None) -> None:
         """Write everything of a store but its shards, the manifest last; the main process does.
 
         For a store that has been begun, check instead that it is of the same run, and write what is
@@ -147,7 +147,7 @@ class Extraction:
             remove_partials(folder)
         refuse_another(store, facts)
         if (store / MANIFEST).is_file():
-            if whole_beside_shards(store):
+            if intact_without_shards(store):
                 return
         elif shards.exists():
             shutil.rmtree(shards)  # of a run that died before there was a manifest
@@ -281,7 +281,7 @@ def refuse_another(store: Path, facts: JsonObject) -> None:
             )
 
 
-def whole_beside_shards(store: Path) -> bool:
+def intact_without_shards(store: Path) -> bool:
     """Return whether all files that the manifest names are whole; the first other is logged."""
     manifest = manifest_of(store)
     try:

@@ -20,7 +20,7 @@ from pathlib import Path
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from ..command_line.endings import Stopped
+from ..command_line.endings import StopRequested
 from ..heads.artifact import Artifact, read_own_file
 from ..heads.errors import UserError
 from ..heads.files import JsonObject, check_output_folder, whole_file
@@ -63,8 +63,8 @@ CANDIDATE = ".candidate"  # folder in the run's output for the drafter that is b
 def train(run: RunConfig, method: AnyMethod, callbacks: Sequence[Callback] = ()) -> Path:
     """Train one drafter to its end and return the folder of the best one.
 
-    Every rank has the same number of `callbacks`. Raises `Stopped` after a last checkpoint if the
-    run was asked to end, and `UserError` for what the user can correct.
+    Every rank has the same number of `callbacks`. Raises `StopRequested` after a last checkpoint
+    if the run was asked to end, and `UserError` for what the user can correct.
     """
     with reported(type(method)):
         check_before_loading(run, method)
@@ -136,7 +136,7 @@ def _train(
         end_training(accelerator)
     if trainer.stopping:
         # Another rank may have been the one that was asked; this one then ends as SIGTERM does.
-        raise Stopped(trainer.stop.status or 128 + signal.SIGTERM)
+        raise StopRequested(trainer.stop.status or 128 + signal.SIGTERM)
     trainer.source.finish()
     best = folder.path / "best"
     if accelerator.is_main_process:

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from ..command_line.endings import Stop
+from ..command_line.endings import StopSignals
 from ..heads.artifact import Artifact
 from ..heads.errors import UserError
 from ..heads.files import JsonObject
@@ -59,7 +59,7 @@ class Trainer:
             # Of the same shape: `make_drafter` takes that of `before`.
             self._trained.load_state_dict(before.drafter.state_dict())
         self.objective: Objective = method.make_objective(run, target, self._trained)
-        self.stop = Stop()
+        self.stop = StopSignals()
         self.source: FeatureSource = inputs.make_source(
             self.objective, batches, lambda: self.stop.asked
         )

@@ -12,14 +12,21 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..command_line.endings import fail, follow_launcher, guarded, is_main_rank, leave, run_command
+from ..command_line.endings import (
+    exit_on_error,
+    fail,
+    follow_launcher,
+    is_main_rank,
+    leave,
+    run_command,
+)
 from ..command_line.fields import former_names
 from ..command_line.help_text import wrapped
 from ..heads.errors import UserError
 from .threads import choose_threads
 
 if TYPE_CHECKING:
-    from ..command_line.parse import Values
+    from ..command_line.parse import OptionValues
     from ..train.config import RunConfig
 
 VERBS = {
@@ -101,7 +108,7 @@ def _main(argv: list[str]) -> None:
             return module.if_interrupted(options)
         return "nothing was written"
 
-    guarded(lambda: module.run(options), if_interrupted)
+    exit_on_error(lambda: module.run(options), if_interrupted)
 
 
 def options_of_verb(verb: str) -> Any:
@@ -117,15 +124,10 @@ def options_of_verb(verb: str) -> Any:
     return getattr(importlib.import_module(f"..{module}", __package__), name)
 
 
-def purpose_of(verb: str) -> str:
-    """Return the first line about a command."""
-    return (options_of_verb(verb).__doc__ or "").partition("\n")[0].removesuffix(".")
-
-
 def hint_for(word: str) -> str:
-    """Return what a user may have meant by a command that there is not, or all commands.
+    """Return what a user may have meant by an unknown command, or all commands.
 
-    Besides commands that is the last word of one, a method, and what other tools call a command.
+    Candidates are commands, the last word of one, methods, and names of commands in other tools.
     """
     from ..train.methods.registry import METHODS
 
@@ -174,23 +176,23 @@ def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.tr
     choose_threads(run, training=True)
 
     def start() -> None:
-        # Imported under `guarded`, so that an interrupt during the import ends in one line.
+        # Imported under `exit_on_error`, so that an interrupt during the import ends in one line.
         from ..train.loop import train
         from ..train.methods.registry import method_named
 
         best = train(run, method_named(method))
         if is_main_rank():
-            say_what_came_out(best, run, method)
+            print_summary(best, run, method)
 
     def if_interrupted() -> str:
         if any(Path(run.out, "checkpoints").glob("step-*")):
             return "the same command continues from the last checkpoint"
         return "no checkpoint was written yet; the same command starts over"
 
-    guarded(start, if_interrupted)
+    exit_on_error(start, if_interrupted)
 
 
-def _resolved(method: str, values: Values[RunConfig]) -> str:
+def _resolved(method: str, values: OptionValues[RunConfig]) -> str:
     """Return the config file of a run with what its target determines, or else as it was given.
 
     A comment says why it is not resolved. What only the data determine is null.
@@ -208,7 +210,7 @@ def _resolved(method: str, values: Values[RunConfig]) -> str:
     return run.as_yaml()
 
 
-def say_what_came_out(best: Path, run: RunConfig, method: str) -> None:
+def print_summary(best: Path, run: RunConfig, method: str) -> None:
     """Print the best drafter of a run, what it gained, and the command that measures it."""
     from ..inference.base.console import Console, warn
     from ..inference.targets.target_files import names_a_folder
@@ -249,7 +251,8 @@ def _usage(of: str = "") -> str:
         lines += ["", "all other commands (each has --help):"]
     for verb in VERBS:
         if verb.startswith(of) and (of or verb not in USUAL_STEPS):
-            lines.append(_folded(f"  {verb:<{width}}  ", purpose_of(verb)))
+            what = (options_of_verb(verb).__doc__ or "").partition("\n")[0].removesuffix(".")
+            lines.append(_folded(f"  {verb:<{width}}  ", what))
     if not of:
         methods = f"{', '.join(METHODS)}; configs/README.md helps to choose"
         lines += ["", _folded("methods: ", methods)]

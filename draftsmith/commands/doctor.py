@@ -27,8 +27,7 @@ from ..inference.conversations.rows import Notes
 from ..inference.conversations.sources import rows_of, source_files
 from ..inference.conversations.templates import endless
 from ..train.data.templates import Encoded, encode
-from ..train.methods.registry import method_for, method_named
-from .run_file import RunFile
+from ..train.methods.registry import RunFile, method_for, method_named
 
 if TYPE_CHECKING:
     from ..inference.targets.target import Target

@@ -61,8 +61,8 @@ class ExportOptions:
             raise UserError(f"drafts must be at least 1, not {self.drafts}")
         if self.license is not None and not LICENCE.fullmatch(self.license):
             raise UserError(
-                f"license {self.license!r} is no name that the hub knows, such as apache-2.0, mit "
-                "or other"
+                f"license {self.license!r} is not a name that the hub knows, such as apache-2.0, "
+                "mit or other"
             )
 
 

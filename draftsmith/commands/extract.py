@@ -13,8 +13,7 @@ from ..command_line.parse import config_with
 from ..heads.errors import UserError
 from ..heads.files import check_output_folder
 from ..train.data.config import StoreType
-from ..train.methods.registry import method_for, method_named
-from .run_file import RunFile
+from ..train.methods.registry import RunFile, method_for, method_named
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

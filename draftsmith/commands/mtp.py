@@ -107,7 +107,7 @@ class StoredLayer:
 def find_layer(name: str, remedy: str | None = None) -> StoredLayer:
     """Return the MTP layer of the checkpoint `name`, a folder or a repository on the hub.
 
-    Raises `UserError` if there is none, with the `remedy`, or one of a form that is not known.
+    Raises `UserError`, with the `remedy`, if there is none, and for one of an unknown form.
     """
     from ..heads.exchange.hub import fetched
     from ..heads.exchange.mtp import TAKE, layout_in

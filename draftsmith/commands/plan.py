@@ -21,8 +21,7 @@ from ..heads.files import check_json, output_json
 from ..inference.base.console import Console, several, size
 from ..inference.base.costs import GPUS, TARGET_BYTES, known_gpu
 from ..train.config import RunConfig, divided, interval, most_ranks
-from ..train.methods.registry import method_for, method_named
-from .run_file import RunFile
+from ..train.methods.registry import RunFile, method_for, method_named
 
 if TYPE_CHECKING:
     from ..train.data.config import FeatureOptions
@@ -290,8 +289,8 @@ class MemoryNeed:
     def without_target(self) -> float:
         """Return the bytes on each GPU where another process runs the target."""
         memory = self.memory
-        beside = memory.drafter + memory.moments + memory.features + memory.step
-        return float(beside + self.ends)
+        own = memory.drafter + memory.moments + memory.features + memory.step
+        return float(own + self.ends)
 
 
 def fit(need: MemoryNeed, spread: str, gpus: int, gb: float) -> str:

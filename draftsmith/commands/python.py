@@ -235,7 +235,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _check_callback(given: Any) -> None:
-    """Raise `UserError` for an object that is no callback, or has methods never called."""
+    """Raise `UserError` for an object that is not a callback, or has methods never called."""
     if not isinstance(given, Callback):
         raise UserError(f"callbacks are objects of draftsmith.Callback, not {type(given).__name__}")
     known = [name for name in vars(Callback) if name.startswith("on_")]

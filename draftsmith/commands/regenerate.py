@@ -25,17 +25,12 @@ from ..heads.files import check_output, check_output_folder
 from ..heads.locks import only_writer
 from ..inference.base.console import Progress
 from ..inference.base.keys import headers_with_key
-from ..inference.base.settings import (
-    RowOptions,
-    Sampling,
-    TargetConfig,
-    TemplateOptions,
-)
+from ..inference.base.settings import RowOptions, Sampling, TargetConfig, TemplateOptions
 from ..inference.conversations.messages import RowError
 from ..inference.conversations.rows import SHARES, LeftOut, Notes
 from ..inference.conversations.sources import rows_of, source_files
 from ..inference.conversations.templates import endless, warn_of_plain_text
-from ..train.data.regeneration import Answered, Sink, Task, refuse_other, repair
+from ..train.data.regeneration import EarlierRows, ReplyTask, RowWriter, refuse_other, repair
 from ..train.data.replies import ServerOptions, regenerate_on_server
 from ..train.data.templates import cut_replies
 
@@ -98,7 +93,7 @@ class RegenerateOptions(RowOptions, TemplateOptions):
 
     @property
     def decoding(self) -> Sampling:
-        """Sampling of the decode loop: a penalty that only the target's own config has is none."""
+        """Sampling of the decode loop, in which a penalty of the target's own config is ignored."""
         penalty = self.sampling.repetition_penalty
         return replace(self.sampling, repetition_penalty=1.0 if penalty is None else penalty)
 
@@ -133,7 +128,7 @@ def _regenerate(options: RegenerateOptions, share: Share, rows: list[tuple[str, 
     shared = {name: value for name, value in facts.items() if name != "server"}
     for other in share.others():
         # Another worker may still write it, so that nothing is cut off here.
-        theirs = Answered.of(other)
+        theirs = EarlierRows.of(other)
         refuse_other(other, theirs.written, shared, by_weights=here)
         written[other] = theirs.written
         finished |= theirs.ids
@@ -155,13 +150,13 @@ def _regenerate(options: RegenerateOptions, share: Share, rows: list[tuple[str, 
             out.open("a", encoding="utf-8") as file,
             Progress(total=len(tasks), desc="target writes", unit=" conversations") as progress,
         ):
-            sink = Sink(file, progress, facts, written)
+            sink = RowWriter(file, progress, facts, written)
             if options.server.url is not None:
                 regenerate_on_server(
                     tasks, sink, options.server, target, options.sampling, options.max_new_tokens
                 )
             else:
-                regenerate_here(tasks, options, sink)
+                regenerate_in_process(tasks, options, sink)
     except UserError:
         if out.stat().st_size == 0:
             out.unlink()  # nothing is left of a command that wrote nothing
@@ -193,11 +188,11 @@ class Share:
         return cls(int(number), int(of_all), out / name)
 
     def others(self) -> list[Path]:
-        """Return the files that other workers wrote, whatever number of shares they had."""
+        """Return the files that other workers wrote, with any number of shares."""
         named_so = self.file.parent.glob(SHARES) if self.file.match(SHARES) else ()
         return sorted(path for path in named_so if path != self.file)
 
-    def part_of(self, tasks: list[Task]) -> list[Task]:
+    def part_of(self, tasks: list[ReplyTask]) -> list[ReplyTask]:
         """Return the tasks of this share, in order."""
         # Shares of M workers are drawn by M, so that what a lost worker had spreads over all shares
         # of another number of workers. With every M-th task, a lost one of 64 would be one of 32.
@@ -207,7 +202,9 @@ class Share:
         return [tasks[index] for index in sorted(drawn[self.number :: self.of_all])]
 
 
-def tasks_of(rows: list[tuple[str, Any]], options: RegenerateOptions, notes: Notes) -> list[Task]:
+def tasks_of(
+    rows: list[tuple[str, Any]], options: RegenerateOptions, notes: Notes
+) -> list[ReplyTask]:
     """Return the tasks of `rows`, the same in every call with the same rows.
 
     `notes` get what is said once about the source. Raises `UserError` if no row can be used, or at
@@ -216,7 +213,7 @@ def tasks_of(rows: list[tuple[str, Any]], options: RegenerateOptions, notes: Not
     tasks, left_out, ids = [], LeftOut(options.data, options.bad_rows), Counter[str]()
     for name, row in rows:
         try:
-            task = Task.of(name, row, options.chat_template_kwargs, notes)
+            task = ReplyTask.of(name, row, options.chat_template_kwargs, notes)
         except RowError as error:
             left_out.add(name, error)
             continue
@@ -248,7 +245,9 @@ def provenance_of(options: RegenerateOptions) -> dict[str, Any]:
     return facts
 
 
-def regenerate_here(tasks: Sequence[Task], options: RegenerateOptions, sink: Sink) -> None:
+def regenerate_in_process(
+    tasks: Sequence[ReplyTask], options: RegenerateOptions, sink: RowWriter
+) -> None:
     """Write the replies of all tasks with the target in this process, in batches of prompts.
 
     A conversation of several turns comes back into the queue after each reply. Prompts that are too
@@ -275,7 +274,7 @@ def regenerate_here(tasks: Sequence[Task], options: RegenerateOptions, sink: Sin
         raise UserError(why)
     warn_of_plain_text(plain, target.tokenizer, options.data)
     longest = target.max_positions - 1  # one position is left for the reply
-    waiting: list[tuple[list[int], Task]] = []
+    waiting: list[tuple[list[int], ReplyTask]] = []
     unreadable, overlong = LeftOut(options.data, options.bad_rows), []
     for task in tasks:
         try:
@@ -312,7 +311,7 @@ def regenerate_here(tasks: Sequence[Task], options: RegenerateOptions, sink: Sin
 
 
 def answer(
-    task: Task, target: Target, prompt: list[int], reply: list[int], reason: str
+    task: ReplyTask, target: Target, prompt: list[int], reply: list[int], reason: str
 ) -> list[int] | None:
     """Add the reply to a task; return the prompt of the next one, None if nothing is left to ask.
 
@@ -324,7 +323,7 @@ def answer(
     task.add_reply(prompt, reply, message, "stop" if ended else "length")
     said = len(task.said)
     try:
-        return task.prompt(target) if task.go_on() else None
+        return task.prompt(target) if task.advance() else None
     except RowError as error:
         # It is about the reply, which the template cannot carry: the conversation ends with it.
         log.warning("%s: the next turn is left out: %s", task.id, error)

@@ -73,7 +73,7 @@ def interrupted_import(*_: object) -> None:
     ("command", "left"),
     [
         (interrupted_import, "nothing was written"),
-        (lambda _: endings.guarded(interrupted_import, lambda: "it goes on"), "it goes on"),
+        (lambda _: endings.exit_on_error(interrupted_import, lambda: "it goes on"), "it goes on"),
     ],
 )
 def test_an_error_in_place_of_an_interrupt_is_an_interrupt(
@@ -188,9 +188,9 @@ def test_sigterm_ends_a_chat_that_was_interrupted_before(
     with pytest.raises(KeyboardInterrupt) as first:
         endings._interrupt(signal.SIGINT, None)
     assert first.type is KeyboardInterrupt
-    with pytest.raises(endings.Ended):
+    with pytest.raises(endings.Terminated):
         endings._interrupt(signal.SIGTERM, None)
-    assert endings.say_stopped("nothing is left") == 143
+    assert endings.report_interrupt("nothing is left") == 143
     assert capsys.readouterr().err == "ended by SIGTERM; nothing is left\n"
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from draftsmith.command_line.fields import sized
-from draftsmith.command_line.parse import Values, given_options, options_from, parse
+from draftsmith.command_line.parse import OptionValues, given_options, options_from, parse
 from draftsmith.commands.exporting import ExportOptions
 from draftsmith.commands.extract import ExtractOptions
 from draftsmith.commands.plan import PlanOptions
@@ -107,7 +107,7 @@ def test_printed_values_are_a_config_file(
 
 def test_a_value_may_begin_with_one_hyphen_and_an_option_may_have_none() -> None:
     words = ["--lr", "-1", "word", "--color", "--no-baselines"]
-    assert [*given_options(words, Values(Bare))] == [
+    assert [*given_options(words, OptionValues(Bare))] == [
         ("lr", "-1"),
         ("words", "word"),
         ("color", True),

@@ -262,7 +262,7 @@ def test_changed_config_flag_in_own_export_is_refused(
         (["--to", "ollama", "--out", "x"], "vllm"),
         (["--to", "tgi", "--out", "x"], "tgi takes Medusa heads, not EAGLE-3"),
         (["--to", "vllm", "--out", "x", "--drafts", "0"], "drafts must be at least 1"),
-        (["--to", "vllm", "--out", "x", "--license", "My Own"], "no name that the hub knows"),
+        (["--to", "vllm", "--out", "x", "--license", "My Own"], "not a name that the hub knows"),
     ],
 )
 def test_wrong_export_options_are_refused_in_one_line(

@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from draftsmith.command_line.fields import from_word
-from draftsmith.command_line.parse import Values, given_options
+from draftsmith.command_line.parse import OptionValues, given_options
 from draftsmith.commands.cli import GROUPS, options_of_verb
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.proposers.registry import parse_spec
@@ -183,7 +183,7 @@ def check_command(words: list[str], complete: bool) -> None:
     if (found := options_of(words)) is None:
         return
     config_class, argv = found
-    values, given = Values(config_class), set[str]()
+    values, given = OptionValues(config_class), set[str]()
     for name, value in given_options(argv, values):
         kind = values.types.get(name)
         if name == "config" and kind is None:
@@ -213,7 +213,7 @@ def check_yaml(text: str) -> None:
         return
     mistakes = []
     for method in METHODS:
-        values = Values(run_class_named(method))
+        values = OptionValues(run_class_named(method))
         try:
             for name, value in content.items():
                 values.put(name, value)

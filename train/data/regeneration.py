@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Task:
+class ReplyTask:
     """A conversation whose replies are being written."""
 
     id: str
@@ -43,7 +43,7 @@ class Task:
     """Token-exact sequences so far: token_ids, response_spans and finish_reasons."""
 
     @classmethod
-    def of(cls, name: str, row: Any, template_kwargs: JsonObject, notes: Notes) -> Task:
+    def of(cls, name: str, row: Any, template_kwargs: JsonObject, notes: Notes) -> ReplyTask:
         """Return the task of a row, ready for its first reply.
 
         `notes` get what is said once about the source. Its id is the row's `id`, or else `name`.
@@ -57,10 +57,10 @@ class Task:
             raise RowError("there is no user message to answer")
         ahead = deque(questions(messages or []))
         task = cls(str(row.get("id", name)), [], ahead, conversation, notes)
-        task.go_on()
+        task.advance()
         return task
 
-    def go_on(self) -> bool:
+    def advance(self) -> bool:
         """Append the messages before the next reply; return False if none is to be written."""
         # A reply that was cut is not what the next message answers, and a call wants a result.
         cut = bool(self.events) and self.events[-1]["finish_reasons"][-1] in CUT_SHORT
@@ -122,7 +122,7 @@ def questions(messages: list[JsonObject]) -> list[list[JsonObject]]:
     return [group for group in before_replies if group]
 
 
-class Sink:
+class RowWriter:
     """Output file: one line for each sequence, appended when its conversation is finished."""
 
     def __init__(
@@ -146,7 +146,7 @@ class Sink:
             refuse_other(path, written, more)
         self._provenance |= more
 
-    def put(self, task: Task, exact: bool = True) -> None:
+    def put(self, task: ReplyTask, exact: bool = True) -> None:
         """Append a conversation, and bring its lines to the disk.
 
         It becomes a line for each of its sequences, or, where not `exact` since a server gave no
@@ -181,7 +181,7 @@ class Sink:
 
 
 @dataclass
-class Answered:
+class EarlierRows:
     """What a file holds of an earlier call or another worker."""
 
     ids: set[str] = field(default_factory=set)
@@ -193,7 +193,7 @@ class Answered:
     still writes, may have left part of another."""
 
     @classmethod
-    def of(cls, path: Path) -> Answered:
+    def of(cls, path: Path) -> EarlierRows:
         """Return what `path` holds.
 
         Raises `UserError` for a file of which a line was not written by this command.
@@ -220,7 +220,7 @@ class Answered:
         return found
 
 
-def repair(out: Path, ours: bool = False) -> Answered:
+def repair(out: Path, ours: bool = False) -> EarlierRows:
     """Return what `out` holds, and cut off what a killed process left.
 
     That is everything after the last complete conversation; but only if every line before it was
@@ -228,8 +228,8 @@ def repair(out: Path, ours: bool = False) -> Answered:
     anybody's, and is cut off only if the file is `ours`.
     """
     if not out.exists():
-        return Answered()
-    found, size = Answered.of(out), out.stat().st_size
+        return EarlierRows()
+    found, size = EarlierRows.of(out), out.stat().st_size
     if size and found.written is None and not ours:
         raise UserError(f"{out} is not a file that this command wrote; choose another --out")
     if found.complete_to < size:

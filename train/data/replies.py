@@ -21,7 +21,7 @@ from ...inference.base.keys import OF_SERVER, headers_with_key
 from ...inference.base.settings import Sampling, check_url
 from ...inference.conversations.messages import RowError, without_nulls
 from ...inference.evaluation.server_client import client_of, model_named, models_of
-from .regeneration import Sink, Task
+from .regeneration import ReplyTask, RowWriter
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +51,8 @@ class ServerOptions:
 
 
 def regenerate_on_server(
-    tasks: list[Task],
-    sink: Sink,
+    tasks: list[ReplyTask],
+    sink: RowWriter,
     server: ServerOptions,
     target: str,
     sampling: Sampling,
@@ -119,7 +119,7 @@ class _ServerWriter:
         # What is logged once about the server.
         self._says_ids = self._answered = True
 
-    async def run_all(self, tasks: list[Task], sink: Sink, target: str) -> None:
+    async def run_all(self, tasks: list[ReplyTask], sink: RowWriter, target: str) -> None:
         """Run every conversation, and append each to `sink` when it is finished."""
         headers = headers_with_key()
         self._model = self._server.model or await self._listed_model(headers, target)
@@ -141,7 +141,7 @@ class _ServerWriter:
             return target
         return model_named(models, target, None, url, "--server.model")
 
-    async def run(self, task: Task, sink: Sink) -> None:
+    async def run(self, task: ReplyTask, sink: RowWriter) -> None:
         """Run one conversation when it is its turn, and append it to `sink`.
 
         One that the server refuses is left out with a warning.
@@ -160,7 +160,7 @@ class _ServerWriter:
             )
         sink.put(task, exact)
 
-    async def _converse(self, task: Task) -> bool:
+    async def _converse(self, task: ReplyTask) -> bool:
         """Get all replies of one conversation; return true if every one came with its token ids.
 
         Raises `RowError` if the server refuses one of the prompts.
@@ -178,10 +178,10 @@ class _ServerWriter:
                 choice.finish_reason or "length",
                 choice.stop_reason if choice.stop_reason is not None else choice.matched_stop,
             )
-            if not task.go_on():
+            if not task.advance():
                 return exact
 
-    def _request(self, task: Task) -> JsonObject:
+    def _request(self, task: ReplyTask) -> JsonObject:
         """Return the body of a request for the next reply of a conversation."""
         sampling = self._sampling
         more = {

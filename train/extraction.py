@@ -204,7 +204,7 @@ class Extraction:
         layout, store, together = self.layout, self.store, self.target.together
         whole, rows = layout.ring is None, self.config.batch_rows
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
-        shards = shards_of(layout, batches)
+        shards = -(-batches.packs // layout.rows_per_shard)  # of a whole store, rounded up
         assigned: Iterable[tuple[int, bool]]
         if whole:
             # One list for all: the disk changes as soon as the first worker begins. A second call
@@ -236,12 +236,6 @@ class Extraction:
             if not whole:
                 progress.now(f"row {wanted(store)[0]} is wanted next")
         progress.close()
-
-
-def shards_of(layout: StoreLayout, batches: Batches) -> int:
-    """Return the number of shards of a whole store."""
-    # Rounded up: 10 packs in shards of 4 are 3 shards.
-    return -(-batches.packs // layout.rows_per_shard)
 
 
 def assigned_shards(

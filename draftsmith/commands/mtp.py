@@ -7,7 +7,6 @@ tuned.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,11 +23,9 @@ if TYPE_CHECKING:
 
     from ..heads.artifact import Artifact
     from ..heads.exchange.mtp import LayerLayout
-    from ..heads.stored_tensors import StoredTensors, TensorFacts
+    from ..heads.stored_tensors import StoredTensors
     from ..inference.targets.target import TargetSource
 
-READ = ["*.json", "*.safetensors"]
-"""Files of a repository on the hub that are read."""
 SIZES = ("model_type", "hidden_size", "num_hidden_layers")
 """Keys of two configurations in which a layer's model and its target have to be equal. A vocabulary
 may have grown in a fine-tune: embedding and head are the target's."""
@@ -114,7 +111,7 @@ def find_layer(name: str, remedy: str | None = None) -> StoredLayer:
     from ..heads.pretrained import clear_errors, read_config
     from ..heads.stored_tensors import StoredTensors
 
-    folder = fetched(name, READ, "checkpoint")
+    folder = fetched(name, ["*.json", "*.safetensors"], "checkpoint")
     with clear_errors(folder, "checkpoint"):
         config = read_config(folder).get_text_config()
     tensors = StoredTensors(folder)
@@ -200,8 +197,18 @@ def extract_layer(options: ExtractOptions) -> None:
 
 def stitch_layer(options: StitchOptions) -> None:
     """Write the checkpoint, and print how engines serve it. Raises `UserError`."""
+    import torch
+
     from ..heads.artifact import Artifact
-    from ..heads.exchange.mtp import is_served, layout_for, layout_in, parted, places_in, stitch
+    from ..heads.exchange.mtp import (
+        TYPES,
+        is_served,
+        layout_for,
+        layout_in,
+        parted,
+        places_in,
+        stitch,
+    )
     from ..heads.mtp import MtpDrafter, shape_for
     from ..heads.pretrained import clear_errors, read_config
     from ..inference.targets.stored import StoredTarget, embedding_and_head_in
@@ -233,7 +240,10 @@ def stitch_layer(options: StitchOptions) -> None:
         layout_in(list(places), config.model_type, config.num_hidden_layers, str(checkpoint))
     own = {name: tensor.detach() for name, tensor in drafter.serving_state().items()}
     if not there:  # buffers stay in float32, as families with them store them
-        dtype, buffers = stored_dtype(places), [buffer.data_ptr() for buffer in drafter.buffers()]
+        # The type of most of the checkpoint's matrices.
+        found = Counter(facts.dtype for _, facts in places.values() if len(facts.shape) > 1)
+        dtype = TYPES.get(found.most_common(1)[0][0], torch.bfloat16)
+        buffers = [buffer.data_ptr() for buffer in drafter.buffers()]
         own = {n: t if t.data_ptr() in buffers else t.to(dtype) for n, t in own.items()}
     tensors = parted(own, family, list(places))
     counts = stitch(tensors, family.count_key, checkpoint, Path(options.out))
@@ -263,13 +273,3 @@ def check_fits(layer: JsonObject, wanted: JsonObject, options: StitchOptions) ->
                 f"{options.into} has {value}; name the target that it was made for, or a fine-tune "
                 "of that"
             )
-
-
-def stored_dtype(places: Mapping[str, tuple[Path, TensorFacts]]) -> torch.dtype:
-    """Return the type of most of a checkpoint's matrices."""
-    import torch
-
-    from ..heads.exchange.mtp import TYPES
-
-    found = Counter(facts.dtype for _, facts in places.values() if len(facts.shape) > 1)
-    return TYPES.get(found.most_common(1)[0][0], torch.bfloat16)

@@ -98,23 +98,19 @@ def run(options: PlanOptions) -> None:
         return
     Console().print(line, style="bold", highlight=False)
     show(shape, plan, memory, options, config.features)
-    Console().print(steps_note(steps, options, config), highlight=False)
+    division = divided(config, options.gpus)
+    Console().print(
+        f"A step has {several(steps['rows'], 'packed row')}, {steps['positions']:,} positions: on "
+        f"each GPU {several(division.passes, 'forward pass')} of {several(division.rows, 'row')}. "
+        f"{several(steps['steps'], 'step')} ({steps['warmup']:,} of warm-up), "
+        f"{several(steps['evaluations'], 'evaluation')}.",
+        highlight=False,
+    )
     if options.reply_share is None:
         Console().print(
             "All tokens are counted as replies, which is an upper bound; --reply-share 0.5 counts "
             "half of them."
         )
-
-
-def steps_note(steps: dict[str, int], options: PlanOptions, config: RunConfig) -> str:
-    """Return a sentence about the steps of the run, and how the GPUs share their rows."""
-    division = divided(config, options.gpus)
-    return (
-        f"A step has {several(steps['rows'], 'packed row')}, {steps['positions']:,} positions: on "
-        f"each GPU {several(division.passes, 'forward pass')} of {several(division.rows, 'row')}. "
-        f"{several(steps['steps'], 'step')} ({steps['warmup']:,} of warm-up), "
-        f"{several(steps['evaluations'], 'evaluation')}."
-    )
 
 
 def planned(options: PlanOptions) -> tuple[Any, RunSizes, dict[str, float]]:

@@ -47,7 +47,7 @@ class PlanOptions(RunFile):
         " --gpus 8",
         "draftsmith data plan --config configs/eagle/qwen3-32b.yaml --target-shape qwen3-32b"
         " --tokens 300M --price-per-gpu-hour 2.5",
-        "draftsmith data plan --config run.yaml --set target.path=TARGETS --set batch_rows=4",
+        "draftsmith data plan --config run.yaml --set target.path=FOLDER --set batch_rows=4",
     )
 
     tokens: float = 1e9

@@ -169,7 +169,7 @@ def test_the_ends_alone_embed_and_judge_as_the_target_does(kind: str, tmp_path: 
 def multimodal() -> Target:
     """A small Gemma-3 with a vision tower, in the layout of the 12B's config."""
     config = json.loads(
-        (ROOT / "draftsmith" / "commands" / "targets" / "gemma-3-12b-it.json").read_text()
+        (ROOT / "draftsmith" / "commands" / "targets" / "gemma-3-12b-it/config.json").read_text()
     )
     config["text_config"] |= {
         "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,

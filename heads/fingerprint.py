@@ -13,13 +13,14 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import nn
 
 from .files import JsonObject
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 SAMPLES_PER_TENSOR = 32
 LARGEST_EXACT = 1 << 24  # float32 represents all integers up to here
@@ -262,13 +263,15 @@ def weights_hash(model: nn.Module) -> str:
     return hash_of(parameters, parameters.get)
 
 
-def hash_of(names: Iterable[str], read: Callable[[str], torch.Tensor | None]) -> str:
+def hash_of(names: Iterable[str], read: Callable[[str], Tensor | None]) -> str:
     """Return `weights_hash` of the parameters `names`, which `read` gives, for example from files.
 
     Parameters for which `read` gives None (they are quantised in the files, or are joined when a
     model is loaded, as single experts are) are left out. The hash is then not the loaded model's,
     and begins with `PARTIAL`.
     """
+    import torch  # a command's help page imports this module
+
     digest, whole = hashlib.sha256(), True
     # Sorted, because the order of a model's modules may change with the version of transformers.
     for name in sorted(names):
@@ -312,7 +315,7 @@ def sampled_places(size: int) -> list[int]:
     return indices
 
 
-def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
+def _plain(tensor: Tensor) -> list[Tensor]:
     """Return the plain tensors that a tensor consists of, at any depth.
 
     A quantised weight is a tensor made of tensors, such as codes and scales, and cannot be indexed

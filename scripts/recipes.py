@@ -19,13 +19,13 @@ from typing import Any
 
 import yaml
 
-from draftsmith.commands.plan import Options, count, hours, planned
+from draftsmith.commands.plan import TARGETS, PlanOptions, count, hours, planned
 from draftsmith.commands.recipe import names, recipe
-from draftsmith.train.estimate import RunSizes, size
+from draftsmith.inference.base.console import size
+from draftsmith.train.estimate import RunSizes
 from draftsmith.train.methods.registry import METHODS
 
 ROOT = Path(__file__).parents[1]
-TARGETS = ROOT / "draftsmith" / "commands" / "targets"
 README = ROOT / "configs" / "README.md"
 TABLE = re.compile(r"^\| target \| method \| drafter.*?\n(?=\n|\Z)", re.MULTILINE | re.DOTALL)
 COLUMNS = (
@@ -74,30 +74,20 @@ def billions(name: str) -> float:
     return float(number) / (1000 if unit == "m" else 1)
 
 
-def config_of(name: str) -> Path:
-    """The stored config of the model that the hub calls `name`."""
-    return TARGETS / f"{name.rpartition('/')[2].lower()}.json"
+def config_folder(name: str) -> Path:
+    """The folder with the config.json of the model that the hub calls `name`."""
+    return TARGETS / name.rpartition("/")[2].lower()
 
 
-def config_folder(name: str, folder: Path) -> Path:
-    """A folder within `folder` that holds the config.json of the model that the hub calls
-    `name`."""
-    place = folder / config_of(name).stem
-    place.mkdir(exist_ok=True)
-    (place / "config.json").write_text(config_of(name).read_text())
-    return place
-
-
-def plans(folder: Path) -> Plans:
-    """The run, the shape and the plan of every recipe; configs of targets and siblings are put into
-    `folder`."""
+def plans() -> Plans:
+    """The run, the shape and the plan of every recipe."""
     found: Plans = {}
     for path in recipes():
         run: dict[str, Any] = yaml.safe_load(path.read_text())
-        changes = [f"target.path={config_folder(run['target']['path'], folder)}"]
+        changes = [f"target.path={config_folder(run['target']['path'])}"]
         if smaller := run.get("draft_model", {}).get("path"):
-            changes.append(f"draft_model.path={config_folder(smaller, folder)}")
-        found[path] = planned(Options(config=str(path), method=path.parent.name, set=changes))  # type: ignore[arg-type]
+            changes.append(f"draft_model.path={config_folder(smaller)}")
+        found[path] = planned(PlanOptions(config=str(path), method=path.parent.name, set=changes))  # type: ignore[arg-type]
     return found
 
 
@@ -128,8 +118,7 @@ def main() -> None:
         "--write", action="store_true", help="replace the table in configs/README.md"
     )
     write = parser.parse_args().write
-    with tempfile.TemporaryDirectory() as folder:
-        found = table(plans(Path(folder)))
+    found = table(plans())
     if write:
         README.write_text(TABLE.sub(found, README.read_text()))
     else:

@@ -25,7 +25,7 @@ from draftsmith.command_line.fields import (
     takes,
 )
 from draftsmith.command_line.help_text import pairs_together, usage_of, wrapped
-from draftsmith.commands.verbs import VERBS, options_of_verb
+from draftsmith.commands.cli import VERBS, options_of_verb
 from draftsmith.inference.evaluation.results import Report
 from draftsmith.train.methods.registry import METHODS, run_class_named
 

@@ -21,12 +21,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-ROOTS = ("heads", "inference", "distill", "train")
+ROOTS = ("heads", "inference", "distill", "train", "draftsmith")
 LONGEST = 8  # files that are listed
 ENGINES = "vllm|sglang|llamacpp|trtllm|tgi|speculators"
 OPTIONS = """
 import dataclasses, typing
-from draftsmith.commands.verbs import VERBS, options_of_verb
+from draftsmith.commands.cli import VERBS, options_of_verb
 from draftsmith.train.methods.registry import METHODS, run_class_named
 found = set()
 def take(config_class):
@@ -58,6 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--root", type=Path, default=Path(__file__).parents[1])
     root = parser.parse_args().root
+    # `rglob` does not follow the links in draftsmith/ to the other roots.
     files = [file for name in ROOTS for file in sorted((root / name).rglob("*.py"))]
     texts = {file.relative_to(root): file.read_text() for file in files}
     console = Console()

@@ -37,10 +37,10 @@ PROMISES = {
         "tests/heads/exchange/test_exports.py::test_what_an_engine_cannot_express_is_refused",
     ],
     "An import gives back the drafter that was exported.": [
-        "tests/train/commands/test_exporting.py::test_export_then_import_preserves_the_drafter",
+        "tests/commands/test_exporting.py::test_export_then_import_preserves_the_drafter",
     ],
     "A mistake is answered by one line with a remedy.": [
-        "tests/train/test_mistakes.py",
+        "tests/command_line/test_mistakes.py",
     ],
     "No pickle and no code of a checkpoint runs; damaged files are refused.": [
         "tests/robust/test_tensor_files.py::test_a_damaged_file_is_read_or_refused_in_one_line",

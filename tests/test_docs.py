@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
@@ -95,6 +96,31 @@ def test_the_keys_of_a_config_that_documents_name_exist() -> None:
             named |= {prefix + key for key in keys_of(table, values)}
     assert {"heads.taps", "heads.markov_rank", "draft_model.path"} < named
     assert not named - types.keys()
+
+
+CITED = re.compile(r"(?<![\w./{}*-])((?:[\w-]+/)*[a-z_][\w-]*\.py)\b(?!\()")
+FOREIGN = {"convert_hf_to_gguf.py", "own.py"}  # llama.cpp's, and one that a reader writes
+
+
+def test_modules_that_pages_and_code_cite_exist() -> None:
+    """By the end of their path, such as `rounds/cache.py`; engines' files cite engines' sources."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout
+    parts = [("draftsmith/" + file).split("/") for file in listed.splitlines()]
+    known = {"/".join(one[start:]) for one in parts for start in range(len(one))}
+    package = [
+        file
+        for folder in ("heads", "inference", "distill", "train", "draftsmith/commands",
+                       "draftsmith/command_line")
+        for file in (ROOT / folder).rglob("*.py")
+        if "engines" not in file.parts
+    ]  # fmt: skip
+    wrong = []
+    for file in [*PAGES, *package]:
+        cited = (
+            {one for one in CITED.findall(file.read_text()) if "NAME" not in one} - known - FOREIGN
+        )
+        wrong += [f"{file.relative_to(ROOT)}: {name}" for name in sorted(cited)]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_scripts_readme_lists_every_script() -> None:

@@ -16,7 +16,7 @@ import draftsmith
 from draftsmith.command_line.fields import options_of_class
 from draftsmith.command_line.help_text import help_page
 from draftsmith.command_line.parse import options_from, parse
-from draftsmith.commands.cli import VERBS
+from draftsmith.commands.cli import VERBS, options_of_verb
 from draftsmith.train.methods.registry import METHODS, method_named
 from tests.conftest import ROOT
 from tests.promises import PROMISES
@@ -61,8 +61,10 @@ FILES += sorted(
 )
 IMPORTED_BY_NAME = {
     "draftsmith": lambda: [*draftsmith._MODULES.values(), ".train"],
-    "commands.cli": lambda: [f"..{module}" for module, _ in VERBS.values()],
-    "commands.verbs": lambda: [f"..{options.rpartition('.')[0]}" for _, options in VERBS.values()],
+    "commands.cli": lambda: [
+        *(f"..{module}" for module in VERBS.values()),
+        *(options_of_verb(verb).__module__.replace("draftsmith", ".", 1) for verb in VERBS),
+    ],
 }
 """What the modules import whose `import_module` is given no literal name."""
 
@@ -150,6 +152,14 @@ IMPORTS = {module: imported_modules(file) - {module} for module, file in MODULES
 
 def test_the_packages_are_those_of_the_layers() -> None:
     assert {package_of(file) for file in FILES} == set(LAYER)
+
+
+def test_table_of_packages_in_contributing_equals_layers() -> None:
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("| package | contains |")[2]
+    rows = re.findall(r"^\| `([\w/<>]+)/` \|", table.partition("\n\n")[0], re.MULTILINE)
+    named = [re.sub(r"^draftsmith/", "", row).replace("/", ".") for row in rows]
+    layers = [re.sub(r"^train\.methods\.\w+", "train.methods.<method>", one) for one in LAYERS]
+    assert named == [*dict.fromkeys(layers)]
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -25,6 +25,7 @@ from ..heads.exchange.exporter import load_alone
 from ..heads.files import check_space
 from ..heads.fingerprint import numbers_of
 from ..heads.pretrained import make_causal_lm
+from ..inference.base.console import size
 from ..inference.base.costs import TARGET_BYTES
 from ..inference.targets.target import resolve_device
 from .config import RunConfig, divided
@@ -242,10 +243,6 @@ def check_affordable(run: RunConfig, method: AnyMethod, ranks: int) -> None:
             f"{size(available)} (see draftsmith data plan); lower the sizes of the drafter and its "
             "objective, batch_rows or data.max_length"
         )
-
-
-def size(bytes_: float) -> str:
-    return f"{bytes_ / 1e12:,.1f} TB" if bytes_ >= 1e12 else f"{bytes_ / 1e9:,.1f} GB"
 
 
 def log_serving_engines(run: RunConfig, method: AnyMethod) -> None:

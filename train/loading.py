@@ -121,7 +121,7 @@ def load_served_target(run: RunConfig, accelerator: Accelerator) -> ServedTarget
     options = run.features
     assert options.server is not None, "the run reads features from a server"
     device = resolve_device(str(accelerator.device))
-    target = embedding_and_head_in(run.target.path, device, run.target.dtype, ServedTarget)
+    target = embedding_and_head_in(run.target.path, ServedTarget, device, run.target.dtype)
     target.allow_added_tokens = run.target.allow_added_tokens
     if target.final_norm() is None:
         raise UserError(

@@ -1,4 +1,4 @@
-"""End of a command: one line and an exit status, whatever happens, in one process or in many ranks.
+"""End of a command: one line and an exit status in every case, in one process or in many ranks.
 
 | status | meaning |
 |---|---|
@@ -69,17 +69,21 @@ def versions() -> dict[str, str | None]:
     return installed
 
 
+class Terminated(KeyboardInterrupt):
+    """Interrupt by SIGTERM, after which nothing asks whether to continue."""
+
+
 def fail(message: str) -> NoReturn:
     """Print one line on stderr and exit with status 2.
 
     Of several ranks only the first one prints, and its end ends the others; another rank prints if
     the first one is still running after a while, so that the error is its own.
     """
-    say_for_all_ranks(f"error: {message}")
+    print_on_one_rank(f"error: {message}")
     leave(2)
 
 
-def say_for_all_ranks(line: str) -> None:
+def print_on_one_rank(line: str) -> None:
     """Print a last line on stderr.
 
     The first rank prints at once, another one only if the first has not ended them all by then.
@@ -115,7 +119,7 @@ def is_main_rank() -> bool:
 
 
 def run_command(command: Callable[[list[str]], None], argv: list[str]) -> None:
-    """Run a whole command; whatever happens, it ends with a line and a status of this module.
+    """Run a whole command; in every case it ends with a line and a status of this module.
 
     `--debug`, which is taken out of `argv` as `--quiet` and `--verbose` are, or DRAFTSMITH_DEBUG=1
     lets Python print the traceback of an unforeseen error.
@@ -128,14 +132,16 @@ def run_command(command: Callable[[list[str]], None], argv: list[str]) -> None:
         # A full disk or a closed pipe as the output has to show here, not after `main`.
         sys.stdout.flush()
     except KeyboardInterrupt:
-        raise SystemExit(say_stopped("nothing was written")) from None
+        raise SystemExit(report_interrupt("nothing was written")) from None
     except BrokenPipeError:
         # Python flushes the rest of the output at its end and would complain about the pipe again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(128 + signal.SIGPIPE) from None
     except Exception as error:
-        if _INTERRUPTED:  # an error in place of the interrupt; `guarded` sees those of the work
-            raise SystemExit(say_stopped("nothing was written")) from None
+        if (
+            _INTERRUPTED
+        ):  # an error in place of the interrupt; `exit_on_error` sees those of the work
+            raise SystemExit(report_interrupt("nothing was written")) from None
         if debug:
             raise
         report_failure(error, argv)
@@ -160,7 +166,7 @@ def report_failure(error: Exception, argv: list[str]) -> NoReturn:
             "batches or lengths smaller"
         )
     line = (str(error).strip() or "no message").splitlines()[0]
-    say_for_all_ranks(
+    print_on_one_rank(
         f"internal error: {type(error).__name__}: {line}; details in {_details(error, argv)}, "
         "please report them (or see them with --debug)"
     )
@@ -229,17 +235,17 @@ def _interrupt(number: int, _frame: object) -> None:
     """Handle SIGINT and SIGTERM: note the signal, and raise `KeyboardInterrupt`.
 
     An import that is interrupted may raise an error of its own in its place, so `run_command` and
-    `guarded` look at the note. A fork of this process ends at once when it is asked to.
+    `exit_on_error` look at the note. A fork of this process ends at once when it is asked to.
     """
     if number == signal.SIGTERM and os.getpid() != _PROCESS:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
         return
     _INTERRUPTED.append(number)
-    raise KeyboardInterrupt
+    raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
 
-def say_stopped(what_is_left: str) -> int:
+def report_interrupt(what_is_left: str) -> int:
     """Print the last line of a command that a signal has stopped, and return its status."""
     if signal.SIGTERM in _INTERRUPTED:
         print(f"ended by SIGTERM; {what_is_left}", file=sys.stderr)
@@ -248,7 +254,7 @@ def say_stopped(what_is_left: str) -> int:
     return 128 + signal.SIGINT
 
 
-def guarded(work: Callable[[], None], if_interrupted: Callable[[], str]) -> None:
+def exit_on_error(work: Callable[[], None], if_interrupted: Callable[[], str]) -> None:
     """Run the work of a command, once its options are known.
 
     An interrupt ends in the line of `if_interrupted` and status 130, or 143 for SIGTERM; so does,
@@ -270,7 +276,7 @@ def guarded(work: Callable[[], None], if_interrupted: Callable[[], str]) -> None
         # An error may be a consequence of the interrupt.
         if isinstance(error, Exception) and not _INTERRUPTED:
             raise
-        leave(say_stopped(if_interrupted()) if is_main_rank() else 128 + signal.SIGINT)
+        leave(report_interrupt(if_interrupted()) if is_main_rank() else 128 + signal.SIGINT)
 
 
 def lost_peer(error: RuntimeError) -> bool:

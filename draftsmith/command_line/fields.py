@@ -128,7 +128,7 @@ def known_name(name: str, types: dict[str, Any], owner: Any = None) -> str:
 
 
 def former_hint(name: str, types: dict[str, Any], owner: Any) -> str | None:
-    """Return what to use in place of an option that went, or None where there was none."""
+    """Return what to use in place of a removed option, or None for any other."""
     plain = name.removeprefix("no_")
     for full in (plain, *(f"{part}.{plain}" for part in SHORT_GROUPS)):
         if hint := entry_of("options", full, owner, types.get(full.rpartition(".")[0])):
@@ -187,7 +187,7 @@ def entry_of(table: str, name: str, owner: Any, part: Any) -> str | None:
 
 
 class WrongValue(Exception):
-    """Value that an option does not take; the message goes on after the option's name."""
+    """Value that an option does not take; the message continues after the option's name."""
 
 
 def from_word(kind: Any, word: str) -> Any:

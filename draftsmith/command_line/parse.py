@@ -47,7 +47,7 @@ USUAL_FIRST = ("target.path", "target", "prompt", "drafter", "config", "prompts"
 VALUES = {"config": "a YAML file", "json": "a file to write, or - for standard output"}
 
 
-class Values(Generic[T]):
+class OptionValues(Generic[T]):
     """Values of a dataclass of options as they are gathered, its defaults to begin with."""
 
     def __init__(self, config_class: type[T]) -> None:
@@ -66,7 +66,7 @@ class Values(Generic[T]):
         return mine if mine in self.types else known_name(name, self.run_types)
 
     def check_known(self, name: str, file: str = "") -> None:
-        """Raise `UserError` for an option that there is not, with what may be meant by it."""
+        """Raise `UserError` for an unknown option, with the options that may be meant."""
         if name in self.types:
             return
         plain, said = name.replace("-", "_"), repr(name) if file else written(name)
@@ -168,7 +168,7 @@ def entry(kind: Any, value: Any, said: str) -> dict[str, Any]:
     value = {fields(item)[0].name: value} if isinstance(value, str) else value
     if not isinstance(value, Mapping):
         raise UserError(f"{said} takes {takes(kind)}, not {shown(value)}")
-    values = Values(item)
+    values = OptionValues(item)
     for key, one in value.items():
         values.put(str(key), one, file=said)
     if missing := [name for name in values.types if name not in values.flat]:
@@ -177,8 +177,8 @@ def entry(kind: Any, value: Any, said: str) -> dict[str, Any]:
     return values.nested()
 
 
-def as_given(values: Values[Any]) -> str:
-    """Return values as a config file, None where there are none."""
+def as_given(values: OptionValues[Any]) -> str:
+    """Return values as a config file, null where an option has none."""
     return yaml.safe_dump(values.nested(), sort_keys=False, allow_unicode=True)
 
 
@@ -186,7 +186,7 @@ def parse(
     config_class: type[T],
     argv: Sequence[str],
     prog: str,
-    shown: Callable[[Values[T]], str] = as_given,
+    shown: Callable[[OptionValues[T]], str] = as_given,
 ) -> T:
     """Return an instance of the dataclass.
 
@@ -196,7 +196,7 @@ def parse(
     if wanted := {"-h", "--help", "--help-all"} & {*argv}:
         print(help_page(config_class, prog, "--help-all" in wanted))
         raise SystemExit(0)
-    values = Values(config_class)
+    values = OptionValues(config_class)
     try:
         if "print_config" in values.take(argv):
             print(shown(values), end="")
@@ -215,7 +215,7 @@ def config_with(config_class: type[T], path: str, changes: list[str]) -> T:
 
     Raises `UserError`.
     """
-    values = Values(config_class)
+    values = OptionValues(config_class)
     values.read(path)
     values.take([f"--{change}" for change in changes])
     values.check_complete()
@@ -230,7 +230,7 @@ def options_from(
     They are `given` by their names, nested ones as tables or by dotted names, and replace those of
     the YAML file `config`. A path means a target or a source of data. Raises `UserError`.
     """
-    values = Values(config_class)
+    values = OptionValues(config_class)
     if config is not None:
         values.read(fspath(config))
     for name, value in from_python(given).items():
@@ -241,8 +241,8 @@ def options_from(
     return values.made()
 
 
-def about_bare(word: str, types: dict[str, Any], given: Collection[str]) -> str:
-    """Return what is said of a word that follows no option, of a command that takes none such.
+def bare_word_error(word: str, types: dict[str, Any], given: Collection[str]) -> str:
+    """Return the error for a word that follows no option, of a command without positional words.
 
     It may have one hyphen, be a setting as Hydra has it, or be a value without its option's name.
     """
@@ -261,7 +261,7 @@ def about_bare(word: str, types: dict[str, Any], given: Collection[str]) -> str:
     )
 
 
-def given_options(argv: Sequence[str], values: Values[Any]) -> Iterator[tuple[str, Any]]:
+def given_options(argv: Sequence[str], values: OptionValues[Any]) -> Iterator[tuple[str, Any]]:
     """Yield the options of a command line by their fields' names, with a text, true or false.
 
     `--lr 3e-4` is `--lr=3e-4`. Words that are not the value of an option belong to the positional
@@ -275,7 +275,7 @@ def given_options(argv: Sequence[str], values: Values[Any]) -> Iterator[tuple[st
         word, equals, value = words[0].partition("=")
         if not word.startswith("--"):
             if bare_goes_to is None or word.startswith("-"):
-                raise UserError(about_bare(words[0], types, given))
+                raise UserError(bare_word_error(words[0], types, given))
             yield bare_goes_to, words.pop(0)
             continue
         bare = len(words) > 1 and not words[1].startswith("--") and not equals

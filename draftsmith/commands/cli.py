@@ -1,7 +1,4 @@
-"""`draftsmith` command line: reads the options of the command that was named, and runs it.
-
-The module of a command is imported only when it runs.
-"""
+"""`draftsmith` command line: reads the options of the command that was named, and runs it."""
 
 from __future__ import annotations
 
@@ -13,27 +10,64 @@ import sys
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..command_line.endings import fail, follow_launcher, guarded, is_main_rank, leave, run_command
+from ..command_line.endings import (
+    exit_on_error,
+    fail,
+    follow_launcher,
+    is_main_rank,
+    leave,
+    run_command,
+)
 from ..command_line.fields import former_names
 from ..command_line.help_text import wrapped
 from ..heads.errors import UserError
 from .threads import choose_threads
-from .verbs import GROUPS, USUAL_STEPS, VERBS, options_of_verb, purpose_of
 
 if TYPE_CHECKING:
-    from ..command_line.parse import Values
+    from ..command_line.parse import OptionValues
     from ..train.config import RunConfig
 
+VERBS = {
+    "recipe": "commands.recipe",
+    "data plan": "commands.plan",
+    "data extract": "commands.extract",
+    "data regenerate": "commands.regenerate",
+    "data split": "commands.split",
+    "export": "commands.exporting",
+    "import": "commands.importing",
+    "evaluate": "inference.evaluation.evaluate",
+    "compare": "inference.evaluation.compare",
+    "report": "inference.evaluation.report.report",
+    "simulate": "inference.evaluation.simulate",
+    "tune": "inference.evaluation.tuning.tune",
+    "generate": "commands.generate",
+    "serve": "inference.serving.serve",
+    "mtp extract": "commands.mtp",
+    "mtp stitch": "commands.mtp",
+    "doctor": "commands.doctor",
+}
+"""The module of each command. It has `run(options)`, and may have `if_interrupted(options)`, which
+returns the line for a user who stopped it. `options_of_verb` says where its options are."""
+# First words of the commands whose names have two.
+GROUPS = {"data": "prepare data", "mtp": "layers for drafts that come with a target"}
+# The usual steps from a target to a served drafter, in order.
+USUAL_STEPS = {
+    "data regenerate": "let the target write the replies that a drafter learns from",
+    "train METHOD": "train a drafter (on several GPUs: accelerate launch -m draftsmith.train)",
+    "evaluate": "measure it on held-out prompts, compared with plain decoding",
+    "generate": "look at a reply and its accepted drafts",
+    "export": "hand it to vLLM, SGLang, TensorRT-LLM, llama.cpp, TGI or transformers",
+}
 OTHER_COMMANDS = {
     "chat": ["serve"], "bench": ["evaluate"], "benchmark": ["evaluate"],
     "version": ["--version"], "convert": ["import", "export"], "run": ["generate"],
 }  # fmt: skip
 """Commands of other tools, and ours for the same."""
 
-# Nothing that imports torch may be here: that takes seconds, a help text needs none of it, and
-# Ctrl-C must be handled from the first moment on.
+# Nothing that imports torch may be here or at the top of a command's module: that takes seconds, a
+# help text needs none of it, and Ctrl-C must be handled from the first moment on.
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -65,7 +99,7 @@ def _main(argv: list[str]) -> None:
         fail(f"unknown command {verb!r}; {hint_for(verb)}")
     options = parse(options_of_verb(verb), argv[verb_words:], f"draftsmith {verb}")
     choose_threads(options)
-    module = importlib.import_module(f"..{VERBS[verb][0]}", __package__)
+    module = importlib.import_module(f"..{VERBS[verb]}", __package__)
 
     def if_interrupted() -> str:
         if verb in ("data extract", "data regenerate"):
@@ -74,13 +108,26 @@ def _main(argv: list[str]) -> None:
             return module.if_interrupted(options)
         return "nothing was written"
 
-    guarded(lambda: module.run(options), if_interrupted)
+    exit_on_error(lambda: module.run(options), if_interrupted)
+
+
+def options_of_verb(verb: str) -> Any:
+    """Return the dataclass of a command's options, such as `ExportOptions`; torch is not imported.
+
+    A command of this package has it in its module, one of `inference/evaluation` or
+    `inference/serving` in `options.py` of that folder.
+    """
+    module = VERBS[verb]
+    if not module.startswith("commands."):
+        module = f"{'.'.join(module.split('.')[:2])}.options"
+    name = f"{verb.rpartition(' ')[2].title()}Options"
+    return getattr(importlib.import_module(f"..{module}", __package__), name)
 
 
 def hint_for(word: str) -> str:
-    """Return what a user may have meant by a command that there is not, or all commands.
+    """Return what a user may have meant by an unknown command, or all commands.
 
-    Besides commands that is the last word of one, a method, and what other tools call a command.
+    Candidates are commands, the last word of one, methods, and names of commands in other tools.
     """
     from ..train.methods.registry import METHODS
 
@@ -129,23 +176,23 @@ def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.tr
     choose_threads(run, training=True)
 
     def start() -> None:
-        # Imported under `guarded`, so that an interrupt during the import ends in one line.
+        # Imported under `exit_on_error`, so that an interrupt during the import ends in one line.
         from ..train.loop import train
         from ..train.methods.registry import method_named
 
         best = train(run, method_named(method))
         if is_main_rank():
-            say_what_came_out(best, run, method)
+            print_summary(best, run, method)
 
     def if_interrupted() -> str:
         if any(Path(run.out, "checkpoints").glob("step-*")):
             return "the same command continues from the last checkpoint"
         return "no checkpoint was written yet; the same command starts over"
 
-    guarded(start, if_interrupted)
+    exit_on_error(start, if_interrupted)
 
 
-def _resolved(method: str, values: Values[RunConfig]) -> str:
+def _resolved(method: str, values: OptionValues[RunConfig]) -> str:
     """Return the config file of a run with what its target determines, or else as it was given.
 
     A comment says why it is not resolved. What only the data determine is null.
@@ -163,7 +210,7 @@ def _resolved(method: str, values: Values[RunConfig]) -> str:
     return run.as_yaml()
 
 
-def say_what_came_out(best: Path, run: RunConfig, method: str) -> None:
+def print_summary(best: Path, run: RunConfig, method: str) -> None:
     """Print the best drafter of a run, what it gained, and the command that measures it."""
     from ..inference.base.console import OutputConsole, warn
     from ..inference.targets.target_files import names_a_folder
@@ -204,7 +251,8 @@ def _usage(of: str = "") -> str:
         lines += ["", "all other commands (each has --help):"]
     for verb in VERBS:
         if verb.startswith(of) and (of or verb not in USUAL_STEPS):
-            lines.append(_folded(f"  {verb:<{width}}  ", purpose_of(verb)))
+            what = (options_of_verb(verb).__doc__ or "").partition("\n")[0].removesuffix(".")
+            lines.append(_folded(f"  {verb:<{width}}  ", what))
     if not of:
         methods = f"{', '.join(METHODS)}; configs/README.md helps to choose"
         lines += ["", _folded("methods: ", methods)]

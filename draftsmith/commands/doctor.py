@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import groupby, islice
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import psutil
-import torch
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -22,22 +21,18 @@ from ..heads.files import JsonObject
 from ..heads.fingerprint import tokenizer_hash
 from ..inference.base.console import OutputConsole, plural
 from ..inference.base.output_paths import check_json, output_json
-from ..inference.base.settings import RowSource, TargetConfig
+from ..inference.base.settings import RowSource, SourceOptions, TargetConfig
 from ..inference.conversations.formats import conversation_of
 from ..inference.conversations.messages import RowError
 from ..inference.conversations.rows import SourceNotes
 from ..inference.conversations.sources import rows_of, source_files
 from ..inference.conversations.templates import endless
-from ..inference.targets.target import Target, load_target
-from ..inference.targets.target_files import gigabytes
-from ..train.config import RunConfig
-from ..train.data.features import LiveTarget
-from ..train.data.tables import check_tokens
 from ..train.data.templates import Encoded, encode
-from ..train.estimate import check_engines
-from ..train.loop import check_before_loading, check_with_target
-from ..train.methods.registry import method_for, method_named
-from .options import DoctorOptions as Options
+from ..train.methods.registry import RunFile, method_for, method_named
+
+if TYPE_CHECKING:
+    from ..inference.targets.target import Target
+    from ..train.config import RunConfig
 
 GIB = 2**30
 MOST_ROWS = 3  # of a file
@@ -54,7 +49,40 @@ PROBE: JsonObject = {
 
 
 @dataclass
-class Run:
+class DoctorOptions(SourceOptions, RunFile):
+    """Check this machine, and a target and a training config if given.
+
+    The exit status is 2 if something would not run.
+    """
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "draftsmith doctor",
+        "draftsmith doctor --target scripts/quickstart/target --chat train.jsonl",
+        "draftsmith doctor --target scripts/quickstart/target --config "
+        "configs/medusa/quickstart.yaml",
+    )
+
+    target: TargetConfig = field(default_factory=lambda: TargetConfig(""))
+    """Target to load and check."""
+    config: str | None = None  # type: ignore[assignment]
+    """Training config to check; its target is checked too, unless another one is named."""
+    chat: bool | str = field(default=False, metadata={"form": "[FILE]"})
+    """Show the first rows of a file, or a built-in one, as the chat template renders them, with
+    what training would learn in green or in [[brackets]]."""
+    json: str | None = None
+    """File to write the findings to; `-` prints them in place of the table."""
+
+    def __post_init__(self) -> None:
+        if self.chat and not self.target.path and self.config is None:
+            raise UserError("--chat needs a chat template; name the target with --target")
+        if self.set and self.config is None:
+            raise UserError(
+                f"{self.set[0].partition('=')[0]} is a key of a config; name it with --config"
+            )
+
+
+@dataclass
+class TokenRun:
     """Tokens that are side by side and are all learned, or all not."""
 
     text: str
@@ -68,14 +96,14 @@ class ShownSequence:
     tokens: int
     learned: int
     """Number of tokens that are learned."""
-    runs: list[Run]
+    runs: list[TokenRun]
 
     @classmethod
     def of(cls, encoded: Encoded, tokenizer: Any) -> ShownSequence:
         """Return a sequence as text, special tokens included."""
         marked, runs = zip(encoded.token_ids, encoded.mask, strict=True), []
         for learned, group in groupby(marked, key=lambda pair: pair[1]):
-            runs.append(Run(tokenizer.decode([token for token, _ in group]), learned))
+            runs.append(TokenRun(tokenizer.decode([token for token, _ in group]), learned))
         return cls(len(encoded.token_ids), sum(encoded.mask), runs)
 
     def drawn(self, color: bool) -> Text:
@@ -109,7 +137,7 @@ class RowFinding(Finding):
     sequences: list[ShownSequence]
 
 
-def run(options: Options) -> None:
+def run(options: DoctorOptions) -> None:
     """Check and print the report. Exits with status 2 if one of the findings is an error."""
     check_json(options.json)
     # Read before the target is loaded, which takes longer.
@@ -153,6 +181,8 @@ def show(findings: list[Finding]) -> None:
 
 def machine() -> Iterator[Finding]:
     """Yield the findings about versions, devices, memory and disk."""
+    import torch
+
     installed = versions()
     # deepspeed is installed on Linux only.
     missing = [name for name, found in installed.items() if not found and name != "deepspeed"]
@@ -193,12 +223,15 @@ def tried(check: str, good: str, act: Callable[[], object]) -> Finding:
     return Finding(check, "ok", good)
 
 
-def check_run(options: Options, path: str) -> tuple[Finding, RunConfig]:
+def check_run(options: DoctorOptions, path: str) -> tuple[Finding, RunConfig]:
     """Return what training would refuse of the config file `path` at once, and its run.
 
     Options of the target and changes of keys replace the config's. Raises `UserError` if the file
     is not a config of the method.
     """
+    from ..train.estimate import check_engines
+    from ..train.loop import check_before_loading, check_with_target
+
     name = method_for(path, options.method)
     method, target, changes = method_named(name), options.target, options.set
     if target.path:
@@ -227,6 +260,10 @@ def check_target(
     learned of `rows` (name and value), rendered with `template_kwargs`. If the target cannot be
     loaded, the others are left out.
     """
+    from ..inference.targets.target import load_target
+    from ..inference.targets.target_files import gigabytes
+    from ..train.data.features import LiveTarget
+
     try:
         target = load_target(config)
     except UserError as error:
@@ -305,6 +342,8 @@ def sequences_of(
     about a source. Raises `RowError` for a row that is malformed or that the template cannot
     render, `UserError` for a target without one.
     """
+    from ..train.data.tables import check_tokens
+
     conversation = conversation_of(row)
     check_tokens(conversation, tokenizer_hash(target.tokenizer), target.vocab_size)
     encoded = encode(

@@ -8,17 +8,16 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
 from ..heads.errors import UserError
-from ..heads.files import JsonObject
-from ..inference.api import Decoder, Reply
 from ..inference.base.console import warn
+from ..inference.base.settings import Sampling, SourceOptions, TargetConfig, TemplateOptions
 from ..inference.conversations.formats import Conversation, conversation_of
-from ..inference.conversations.messages import RowError
+from ..inference.conversations.messages import RowError, check_text
 from ..inference.conversations.prompts import (
     STANDARD_INPUT,
     Prompt,
@@ -30,66 +29,115 @@ from ..inference.conversations.prompts import (
 from ..inference.conversations.rendering import prompt_ids
 from ..inference.conversations.rows import SourceNotes
 from ..inference.conversations.templates import check_template_kwargs
-from ..inference.decode import Generation, Request, decode
-from ..inference.evaluation.figure_text import busy_now, slower
-from ..inference.evaluation.measure import difference, distinct_names
-from ..inference.metrics import emitted_per_round, tau, time_per_token
-from ..inference.profile import read_profile, tuned_setting
-from ..inference.proposers.ngram import PlainDecoding
-from ..inference.proposers.registry import check_spec, load_proposer
-from ..inference.targets.target import load_for_decoding
-from ..inference.targets.target_files import other_sampling
-from .options import GenerateOptions as Options
+
+if TYPE_CHECKING:
+    from ..inference.api import Decoder, Reply
+    from ..inference.decode import Generation, Request
 
 HEADING = 60  # characters of a prompt that are shown above its reply
 # Green of the terminal's own palette, which themes choose to be readable on their background.
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
 
 
-def run(options: Options) -> None:
+@dataclass
+class GenerateOptions(SourceOptions, TemplateOptions):
+    """Decode prompts, and show which drafts were accepted.
+
+    Accepted drafts are green, the target's own tokens plain.
+
+    `--sampling.temperature 0.7` may be written `--temperature 0.7`, and so on.
+    """
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "draftsmith generate --target TARGET --drafter runs/medusa/best --prompt 'def add(a, b):'",
+        "draftsmith generate --target TARGET --drafter ngram:length=8 --prompt - --temperature "
+        "0.7 < prompt.txt",
+        "draftsmith generate --target TARGET --drafter runs/eagle/best --prompts gsm8k",
+    )
+
+    target: TargetConfig
+    prompt: str | None = None
+    """Prompt of the user; `-` reads it from standard input."""
+    prompts: str | None = None
+    """Prompts that are decoded one after the other: a benchmark or a file as `draftsmith evaluate`
+    takes it, or a text file; `-` reads standard input. A line of text or standard input is a
+    prompt, or a JSON row."""
+    drafter: str = "none"
+    """Folder of a drafter or of a draft model, or none, ngram;
+    settings follow a colon: ngram:length=8."""
+    profile: str | None = None
+    """Profile that draftsmith tune wrote; its settings are drafted with."""
+    max_new_tokens: int = 256
+    """Largest number of tokens of the reply."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """Sampling settings; greedy if not given."""
+    compare: bool = False
+    """Decode plainly as well, and say how fast that is and whether the text is the same."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise UserError(f"--max-new-tokens must be at least 1, not {self.max_new_tokens}")
+        if (self.prompt is None) == (self.prompts is None):
+            raise UserError("give either --prompt WORDS or --prompts FILE")
+
+
+def run(options: GenerateOptions) -> None:
     """Decode the prompts, stream the replies, and print a line about each on stderr.
 
     Raises `UserError` for an empty prompt, and for one that is not UTF-8 text, before the target is
     loaded.
     """
+    from ..inference.profile import read_profile
+    from ..inference.proposers.registry import check_spec
+
     check_spec(options.drafter)
     check_template_kwargs(options.chat_template_kwargs)
     if options.profile is not None:
         read_profile(options.profile)
-    given: list[tuple[str, str | Conversation]]
-    if options.prompts is not None:
-        source = options.source(options.prompts)
-        check_source(source, lines=True)
-        # Conversations get the template's arguments of the options.
-        variables = options.chat_template_kwargs
-        given = [
-            (name, one if isinstance(one, str) else conversation(name, one, variables))
-            for name, one in words_or_rows(source)
-        ]
-        if not given:
-            name = "standard input" if options.prompts == STANDARD_INPUT else options.prompts
-            raise UserError(f"{name} holds no prompts; give at least one")
-        check_conversations(given, options)
-    else:
-        given = [("prompt", one_prompt(options.prompt or ""))]
+    prompts = prompts_of(options)
     decoder = load(options)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that cannot show a character gets its code in place of an error. Some streams
         # cannot be changed.
         with suppress(OSError):
             sys.stdout.reconfigure(errors="backslashreplace")
-    for number, (name, prompt) in enumerate(given):
-        answer_turns(decoder, options, number, name, prompt)
+    for prompt in prompts:
+        answer_turns(decoder, options, prompt)
     if in_color():
         print(f"{GREEN}green{RESET}: accepted drafts; the rest the target wrote", file=sys.stderr)
 
 
-def conversation(name: str, row: Any, variables: JsonObject) -> Conversation:
-    """Return the conversation of a row, with the template's `variables`. Raises `UserError`."""
-    try:
-        return conversation_of(row).with_arguments(variables)
-    except RowError as error:
-        raise UserError(f"{name}: {error}; fix or remove it") from error
+def prompts_of(options: GenerateOptions) -> list[Prompt]:
+    """Return the prompts of the options, encoded. Raises `UserError`."""
+    if options.prompts is None:
+        given: list[tuple[str, Any]] = [("prompt", one_prompt(options.prompt or ""))]
+    else:
+        source = options.source(options.prompts)
+        check_source(source, lines=True)
+        given = [*words_or_rows(source)]
+        if not given:
+            name = "standard input" if options.prompts == STANDARD_INPUT else options.prompts
+            raise UserError(f"{name} holds no prompts; give at least one")
+    tokenizer, prompts = tokenizer_of(options.target), list[Prompt]()
+    for number, (name, row) in enumerate(given):
+        notes = SourceNotes()
+        try:
+            check_text(row)
+            if not isinstance(row, str):
+                conversation = conversation_of(row)
+            elif tokenizer.chat_template:
+                conversation = Conversation(messages=[{"role": "user", "content": row}])
+            else:
+                conversation = Conversation(text=row)
+            conversation = conversation.with_arguments(options.chat_template_kwargs)
+            ids = prompt_ids(conversation, tokenizer, options.target.path, notes)
+            if not ids:
+                raise RowError("the prompt is empty")
+        except RowError as error:
+            raise UserError(f"{name}: {error}; fix or remove it") from error
+        notes.report(name)
+        prompts.append(Prompt(name, ids, "", number, conversation, conversation.later))
+    return prompts
 
 
 def one_prompt(text: str) -> str:
@@ -103,29 +151,14 @@ def one_prompt(text: str) -> str:
     return words
 
 
-def check_conversations(given: Iterable[tuple[str, str | Conversation]], options: Options) -> None:
-    """Raise `UserError` for a conversation without a prompt, or one that the template refuses."""
-    tokenizer = tokenizer_of(options.target)
-    for name, prompt in given:
-        if isinstance(prompt, Conversation):
-            ids_of(name, prompt, tokenizer, options.target.path)
-
-
-def ids_of(name: str, conversation: Conversation, tokenizer: Any, target_name: str) -> list[int]:
-    """Return the token ids of a conversation. Raises `UserError`, which says its `name`."""
-    try:
-        notes = SourceNotes()
-        ids = prompt_ids(conversation, tokenizer, target_name, notes)
-        if not ids:
-            raise RowError("the prompt is empty")
-    except RowError as error:
-        raise UserError(f"{name}: {error}; fix or remove it") from error
-    notes.report(name)
-    return ids
-
-
-def load(options: Options) -> Decoder:
+def load(options: GenerateOptions) -> Decoder:
     """Return the target and the drafter, with its tuned tree if there is a profile."""
+    from ..inference.api import Decoder
+    from ..inference.profile import tuned_setting
+    from ..inference.proposers.registry import load_proposer
+    from ..inference.targets.target import load_for_decoding
+    from ..inference.targets.target_files import other_sampling
+
     target = load_for_decoding(options.target)
     other = other_sampling(target.model.generation_config, options.sampling)
     if other and not options.sampling.greedy:
@@ -135,35 +168,29 @@ def load(options: Options) -> Decoder:
     return Decoder(target, load_proposer(options.drafter, target, warn, tuned, choose=True))
 
 
-def answer_turns(
-    decoder: Decoder, options: Options, number: int, name: str, given: str | Conversation
-) -> None:
-    """Stream the reply to a prompt, and those to the later turns of its conversation.
+def answer_turns(decoder: Decoder, options: GenerateOptions, prompt: Prompt) -> None:
+    """Stream the reply to a prompt, and those to the later turns of its conversation."""
+    from ..inference.decode import Request
 
-    `number` is the prompt's among all, which its noise belongs to, as in `draftsmith evaluate`.
-    """
     target = decoder.target
-    if isinstance(given, str):
-        conversation = Conversation(text=given)
-        ids = decoder.encode(given, template_kwargs=options.chat_template_kwargs)
-    else:
-        conversation, ids = given, ids_of(name, given, target.tokenizer, target.name)
-    following: Prompt | None = Prompt(name, ids, "", number, conversation, conversation.later)
     room = target.max_positions - options.max_new_tokens
+    following: Prompt | None = prompt
     turn = 0
-    while (prompt := following) is not None:
+    while following is not None:
         if options.prompts is not None:
-            print(f"--- {name}: {heading(prompt.conversation)}", file=sys.stderr)
-        reply = answer(decoder, Request(prompt.token_ids, number, turn), options)
+            print(f"--- {prompt.id}: {heading(following.conversation)}", file=sys.stderr)
+        # The number of the prompt is what its noise belongs to, as in `draftsmith evaluate`.
+        request = Request(following.token_ids, prompt.place, turn)
+        reply = answer(decoder, request, options)
         following = next_turn(
-            prompt, reply.token_ids, target.tokenizer, target.name, target.eos_ids, room
+            following, reply.token_ids, target.tokenizer, target.name, target.eos_ids, room
         )
         turn += 1
 
 
 def heading(conversation: Conversation | None) -> str:
     """Return the beginning of the last words of a conversation, as one line."""
-    assert conversation is not None, "`answer_turns` gives every prompt one"
+    assert conversation is not None, "`prompts_of` gives every prompt one"
     last = conversation.messages[-1].get("content") if conversation.messages else conversation.text
     line = " ".join(str(last or "").split())
     return line if len(line) <= HEADING else line[: HEADING - 3] + "..."
@@ -177,12 +204,15 @@ def in_color() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
-def answer(decoder: Decoder, request: Request, options: Options) -> Reply:
+def answer(decoder: Decoder, request: Request, options: GenerateOptions) -> Reply:
     """Stream the reply to a request, print a line about it on stderr, and return it.
 
     With `--compare` the same prompt is then decoded plainly, and a line says how fast that was and
     whether the text is the same.
     """
+    from ..inference.api import Decoder
+    from ..inference.proposers.ngram import PlainDecoding
+
     reply = stream(decoder, request, options)
     say(reply, options)
     if options.compare:
@@ -192,8 +222,10 @@ def answer(decoder: Decoder, request: Request, options: Options) -> Reply:
     return reply
 
 
-def say(reply: Generation, options: Options) -> None:
+def say(reply: Generation, options: GenerateOptions) -> None:
     """Print the tokens, rounds, tau and speed of a reply on stderr."""
+    from ..inference.metrics import emitted_per_round, tau, time_per_token
+
     rounds = len(reply.rounds)
     summary = f": tau {tau([emitted_per_round(reply)]):.2f}" if rounds else ""
     seconds = time_per_token(reply)
@@ -210,9 +242,17 @@ def say(reply: Generation, options: Options) -> None:
 
 
 def compare(
-    decoder: Decoder, request: Request, options: Options, plain: Generation, drafted: Generation
+    decoder: Decoder,
+    request: Request,
+    options: GenerateOptions,
+    plain: Generation,
+    drafted: Generation,
 ) -> None:
     """Print the speed of plain decoding, whether its text is that of `drafted`, and remarks."""
+    from ..inference.evaluation.figure_text import busy_now, slower
+    from ..inference.evaluation.measure import difference, distinct_names
+    from ..inference.metrics import time_per_token
+
     seconds, drafted_seconds = time_per_token(plain), time_per_token(drafted)
     speedup = seconds / drafted_seconds if seconds and drafted_seconds else None
     gain = f", {speedup:.2f}x with drafts" if speedup else ""
@@ -226,9 +266,11 @@ def compare(
 
 
 def stream(
-    decoder: Decoder, request: Request, options: Options, stdout: TextIO | None = None
+    decoder: Decoder, request: Request, options: GenerateOptions, stdout: TextIO | None = None
 ) -> Reply:
     """Write the reply to `stdout` (the standard output if None) as it is decoded, and return it."""
+    from ..inference.decode import decode
+
     transcript = decoder.transcript(request, ())
     out, color, limit = stdout or sys.stdout, in_color(), options.max_new_tokens
     rounds = decode(decoder.target, decoder.proposer, [request], limit, options.sampling)

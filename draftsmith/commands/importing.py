@@ -2,36 +2,64 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-
-from ..heads.artifact import OWN_FILE, Artifact, check_files, check_target, drafter_class
 from ..heads.documents import OwnFile, read_document
 from ..heads.errors import UserError
-from ..heads.exchange.foreign import Answers, ImportedDrafter, TargetParts
-from ..heads.exchange.hub import fetch_folder
-from ..heads.exchange.public import read_public
 from ..heads.files import checksum
-from ..heads.layers import LayeredDrafter
-from ..heads.stored_tensors import PICKLES, StoredTensors
 from ..inference.base.output_paths import check_new_folder
-from ..inference.targets.stored import StoredTarget, embedding_and_head_in
 from ..train.provenance import provenance
-from .options import ImportOptions as Options
 
-# Files of a repository on the hub that are loaded.
-READ = ["*.json", "*.safetensors", *PICKLES]
+if TYPE_CHECKING:
+    from ..heads.artifact import Artifact
+    from ..heads.exchange.foreign import Answers, ImportedDrafter, TargetParts
+    from ..inference.targets.stored import StoredTarget
 
 
-def run(options: Options) -> None:
+@dataclass
+class ImportOptions:
+    """Make a drafter of a public checkpoint, or of an export of draftsmith.
+
+    The target is the one that the drafter was trained for, or one that was tuned from it without
+    added tokens.
+    """
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "draftsmith import --from yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --target "
+        "meta-llama/Llama-3.1-8B-Instruct --out drafters/eagle3",
+        "draftsmith import --from FOLDER --target TARGET --out drafters/eagle3 --set taps=2,16,29",
+    )
+
+    from_: str
+    """Folder of the checkpoint, or its name on the hub."""
+    target: str
+    """Target: a folder, or a name on the hub. Of it, only embedding, final norm and head are
+    loaded."""
+    out: str
+    """Folder of the drafter to write."""
+    set: list[str] = field(default_factory=list, metadata={"form": "KEY=VALUE"})
+    """Answer where the checkpoint leaves something open; may be given several times: taps=2,16,29
+    (hidden states that the drafter fuses), norm_output=true or false (recycle the normed state, as
+    EAGLE-3.1 does), norm_before_residual=true or false (add the layer's output to the normed
+    state), embedding=target (use the target's although the checkpoint's differs)."""
+
+
+def run(options: ImportOptions) -> None:
     """Import the checkpoint, and print what was assumed where it leaves something open.
 
-    Raises `UserError` for a folder that is no checkpoint of this target, or needs no import.
+    Raises `UserError` for a folder that is not a checkpoint of this target, or needs no import.
     """
+    from ..heads.artifact import OWN_FILE, drafter_class
+    from ..heads.exchange.hub import fetch_folder
+    from ..heads.layers import LayeredDrafter
+    from ..heads.stored_tensors import PICKLES
+    from ..inference.targets.stored import StoredTarget, embedding_and_head_in
+
     answers = answers_of(options)
     check_new_folder(options.out, "--out")
-    folder = fetch_folder(options.from_, READ, "checkpoint")
+    folder = fetch_folder(options.from_, ["*.json", "*.safetensors", *PICKLES], "checkpoint")
     own_file = None
     # Exports and drafters of draftsmith have this file; checkpoints of other projects have not.
     if (folder / OWN_FILE).is_file():
@@ -41,7 +69,7 @@ def run(options: Options) -> None:
             raise UserError(f"{folder} is a drafter of draftsmith already; use it as it is")
         if not issubclass(drafter_class(own_file.method), LayeredDrafter):
             raise UserError(f"{folder} needs no import; give it to --drafter as it is")
-    target = embedding_and_head_in(options.target, torch.device("cpu"), "auto", StoredTarget)
+    target = embedding_and_head_in(options.target, StoredTarget)
     if own_file is None:
         public, artifact = foreign(folder, target, answers)
     else:
@@ -60,8 +88,10 @@ def run(options: Options) -> None:
     )
 
 
-def answers_of(options: Options) -> Answers:
+def answers_of(options: ImportOptions) -> Answers:
     """Return the answers of `--set` as the reader takes them. Raises `UserError`."""
+    from ..heads.exchange.foreign import Answers
+
     answers = Answers()
     flags = {"true": True, "false": False}
     for word in options.set:
@@ -91,6 +121,10 @@ def foreign(
     Such a checkpoint does not say which target it is for; it is taken to be `target`, and its
     provenance notes all that was taken for granted. Raises `UserError`.
     """
+    from ..heads.artifact import Artifact
+    from ..heads.exchange.public import read_public
+    from ..heads.stored_tensors import StoredTensors
+
     public = read_public(folder, target_parts(target), answers)
     files = StoredTensors(folder).files
     facts = {
@@ -110,6 +144,12 @@ def exported(folder: Path, target: StoredTarget, own: OwnFile) -> tuple[Imported
     `draftsmith.json` notes. Raises `UserError` where something was changed, and for a
     target other than the drafter's.
     """
+    import torch
+
+    from ..heads.artifact import OWN_FILE, Artifact, check_files, check_target, drafter_class
+    from ..heads.exchange.foreign import Answers
+    from ..heads.exchange.public import read_public
+
     assert own.export is not None
     drafter_type = drafter_class(own.method)
     check_target(
@@ -140,6 +180,8 @@ def exported(folder: Path, target: StoredTarget, own: OwnFile) -> tuple[Imported
 
 def target_parts(target: StoredTarget) -> TargetParts:
     """Return the sizes and matrices of `target` that a checkpoint is read with."""
+    from ..heads.exchange.foreign import TargetParts
+
     return TargetParts(
         target.num_layers,
         target.hidden_size,

@@ -7,43 +7,26 @@ tuned.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
-from ..heads.artifact import Artifact
 from ..heads.drafter_configs import MtpConfig
 from ..heads.errors import UserError
-from ..heads.exchange.hub import fetch_folder
-from ..heads.exchange.mtp import (  # fmt: skip
-    EXTRACT_REMEDY,
-    TYPES,
-    LayerLayout,
-    is_served,
-    layout_for,
-    layout_in,
-    places_in,
-    read_layer,
-    stitch,
-    to_checkpoint_names,
-)
 from ..heads.files import JsonObject
-from ..heads.mtp import MtpDrafter, check_layer, shape_for
-from ..heads.pretrained import clear_errors, read_config
-from ..heads.stored_tensors import StoredTensors, TensorFacts
 from ..inference.base.output_paths import check_new_folder
-from ..inference.targets.stored import StoredTarget, embedding_and_head_in
-from ..inference.targets.target import TargetSource
 from ..train.provenance import provenance
-from .options import ExtractLayerOptions, StitchOptions
 
-READ = ["*.json", "*.safetensors"]
-"""Files of a repository on the hub that are read."""
+if TYPE_CHECKING:
+    import torch
+
+    from ..heads.artifact import Artifact
+    from ..heads.exchange.mtp import LayerLayout
+    from ..heads.stored_tensors import StoredTensors
+    from ..inference.targets.target import TargetSource
+
 SIZES = ("model_type", "hidden_size", "num_hidden_layers")
 """Keys of two configurations in which a layer's model and its target have to be equal. A vocabulary
 may have grown in a fine-tune: embedding and head are the target's."""
@@ -60,7 +43,47 @@ SIZE_WORDS = ("size", "heads", "experts", "rank", "dim")
 """Words in the names of settings that are sizes."""
 
 
-def run(options: ExtractLayerOptions | StitchOptions) -> None:
+@dataclass
+class ExtractOptions:
+    """Make a drafter of the MTP layer in a target's checkpoint, or in that of its base model.
+
+    A base model's layer is as it was; train it on with `draftsmith train mtp --init-from`.
+    """
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "draftsmith mtp extract --from Qwen/Qwen3.5-0.8B --out drafters/mtp",
+        "draftsmith mtp extract --from FINE_TUNE --base Qwen/Qwen3.5-0.8B --out drafters/mtp",
+    )
+
+    from_: str
+    """Folder of the target, or its name on the hub."""
+    out: str
+    """Folder of the drafter to write."""
+    base: str | None = None
+    """Folder or name of the model that the target was tuned from, to take its layer in place of the
+    target's own, which was lost."""
+
+
+@dataclass
+class StitchOptions:
+    """Write an MTP layer into a copy of its target's checkpoint, for engines.
+
+    All other tensors and files are copied as they are.
+    """
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "draftsmith mtp stitch --drafter runs/mtp/best --into FINE_TUNE --out model-with-mtp",
+    )
+
+    drafter: str
+    """Folder of the drafter."""
+    into: str = field(metadata={"form": "FOLDER"})
+    """Folder of the target."""
+    out: str
+    """Folder to write."""
+
+
+def run(options: ExtractOptions | StitchOptions) -> None:
     """Extract or stitch, as the options are. Raises `UserError`."""
     if isinstance(options, StitchOptions):
         stitch_layer(options)
@@ -79,17 +102,26 @@ class StoredLayer:
     layout: LayerLayout
 
 
-def find_layer(name: str, remedy: str = EXTRACT_REMEDY) -> StoredLayer:
+def find_layer(name: str, remedy: str | None = None) -> StoredLayer:
     """Return the MTP layer of the checkpoint `name`, a folder or a repository on the hub.
 
-    Raises `UserError` if there is none, with the `remedy`, or one of a form that is not known.
+    Raises `UserError`, with the `remedy`, if there is none, and for one of an unknown form.
     """
-    folder = fetch_folder(name, READ, "checkpoint")
+    from ..heads.exchange.hub import fetch_folder
+    from ..heads.exchange.mtp import EXTRACT_REMEDY, layout_in
+    from ..heads.pretrained import clear_errors, read_config
+    from ..heads.stored_tensors import StoredTensors
+
+    folder = fetch_folder(name, ["*.json", "*.safetensors"], "checkpoint")
     with clear_errors(folder, "checkpoint"):
         config = read_config(folder).get_text_config()
     tensors = StoredTensors(folder)
     layout = layout_in(
-        list(tensors), config.model_type, config.num_hidden_layers, str(folder), remedy
+        list(tensors),
+        config.model_type,
+        config.num_hidden_layers,
+        str(folder),
+        remedy or EXTRACT_REMEDY,
     )
     return StoredLayer(folder, config, tensors, layout)
 
@@ -100,6 +132,12 @@ def read_for(layer: StoredLayer, target: TargetSource) -> tuple[Artifact, torch.
     The type is float32 where the tensors have several. Raises `UserError` for a layer of a model of
     another family or size, and for one that does not fit its own configuration.
     """
+    import torch
+
+    from ..heads.artifact import Artifact
+    from ..heads.exchange.mtp import read_layer
+    from ..heads.mtp import MtpDrafter, check_layer, shape_for
+
     folder = str(layer.folder)
     for key in SIZES:
         theirs, wanted = (getattr(config, key) for config in (layer.config, target.config))
@@ -125,18 +163,22 @@ def read_for(layer: StoredLayer, target: TargetSource) -> tuple[Artifact, torch.
     return Artifact(drafter, target.fingerprint(), {}, facts), dtype
 
 
-def extract_layer(options: ExtractLayerOptions) -> None:
+def extract_layer(options: ExtractOptions) -> None:
     """Write the drafter, and print what to do with it.
 
     Raises `UserError` if there is no layer that fits, and for an `out` that is there already.
     """
+    import torch
+
+    from ..inference.targets.stored import StoredTarget, embedding_and_head_in
+
     check_new_folder(options.out, "--out")
     if options.base is None:
         layer = find_layer(options.from_)
     else:
         remedy = "name as --base a model that has one, or train one (draftsmith train mtp)"
         layer = find_layer(options.base, remedy)
-    target = embedding_and_head_in(options.from_, torch.device("cpu"), "auto", StoredTarget)
+    target = embedding_and_head_in(options.from_, StoredTarget)
     artifact, dtype = read_for(layer, target)
     artifact.save(options.out, dtype)
     if options.base is None:
@@ -160,11 +202,27 @@ def extract_layer(options: ExtractLayerOptions) -> None:
 
 def stitch_layer(options: StitchOptions) -> None:
     """Write the checkpoint, and print how engines serve it. Raises `UserError`."""
+    import torch
+
+    from ..heads.artifact import Artifact
+    from ..heads.exchange.mtp import (
+        TYPES,
+        is_served,
+        layout_for,
+        layout_in,
+        places_in,
+        stitch,
+        to_checkpoint_names,
+    )
+    from ..heads.mtp import MtpDrafter, shape_for
+    from ..heads.pretrained import clear_errors, read_config
+    from ..inference.targets.stored import StoredTarget, embedding_and_head_in
+
     check_new_folder(options.out, "--out")
     checkpoint = Path(options.into)
     if not checkpoint.is_dir():
-        raise UserError(f"{options.into} is no folder; download the target first")
-    target = embedding_and_head_in(options.into, torch.device("cpu"), "auto", StoredTarget)
+        raise UserError(f"{options.into} is not a folder; download the target first")
+    target = embedding_and_head_in(options.into, StoredTarget)
     artifact = Artifact.load(
         options.drafter,
         target.fingerprint(),
@@ -187,7 +245,10 @@ def stitch_layer(options: StitchOptions) -> None:
         layout_in(list(places), config.model_type, config.num_hidden_layers, str(checkpoint))
     own = {name: tensor.detach() for name, tensor in drafter.serving_state().items()}
     if not there:  # buffers stay in float32, as families with them store them
-        dtype, buffers = stored_dtype(places), [buffer.data_ptr() for buffer in drafter.buffers()]
+        # The type of most of the checkpoint's matrices.
+        found = Counter(facts.dtype for _, facts in places.values() if len(facts.shape) > 1)
+        dtype = TYPES.get(found.most_common(1)[0][0], torch.bfloat16)
+        buffers = [buffer.data_ptr() for buffer in drafter.buffers()]
         own = {n: t if t.data_ptr() in buffers else t.to(dtype) for n, t in own.items()}
     tensors = to_checkpoint_names(own, family, list(places))
     counts = stitch(tensors, family.count_key, checkpoint, Path(options.out))
@@ -217,9 +278,3 @@ def check_fits(layer: JsonObject, wanted: JsonObject, options: StitchOptions) ->
                 f"{options.into} has {value}; name the target that it was made for, or a fine-tune "
                 "of that"
             )
-
-
-def stored_dtype(places: Mapping[str, tuple[Path, TensorFacts]]) -> torch.dtype:
-    """Return the type of most of a checkpoint's matrices."""
-    found = Counter(facts.dtype for _, facts in places.values() if len(facts.shape) > 1)
-    return TYPES.get(found.most_common(1)[0][0], torch.bfloat16)

@@ -197,8 +197,7 @@ def export(drafter: AnyPath | Drafter, to: str, out: AnyPath, **options: Any) ->
 
     Raises `UserError`.
     """
-    from .exporting import write_export
-    from .options import ExportOptions
+    from .exporting import ExportOptions, write_export
 
     named = {"drafter": _path_of(drafter), "to": to, "out": out}
     made = options_from(ExportOptions, {**named, **options})
@@ -235,7 +234,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _check_callback(given: Any) -> None:
-    """Raise `UserError` for an object that is no callback, or has methods never called."""
+    """Raise `UserError` for an object that is not a callback, or has methods never called."""
     if not isinstance(given, Callback):
         raise UserError(f"callbacks are objects of draftsmith.Callback, not {type(given).__name__}")
     known = [name for name in vars(Callback) if name.startswith("on_")]

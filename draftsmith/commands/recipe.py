@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import difflib
 import textwrap
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -18,13 +19,33 @@ from ..command_line.help_text import pairs_together, wrapped
 from ..heads.errors import UserError
 from ..heads.files import whole_file
 from ..inference.base.output_paths import check_output
-from .options import RecipeOptions as Options
+from ..train.methods.registry import MethodName
 
 FILE = Path(__file__).with_name("recipes.yaml")
 COLUMNS = 118  # of a comment
 
 
-def run(options: Options) -> None:
+@dataclass
+class RecipeOptions:
+    """Print the configuration of a method for a known target, to start from.
+
+    Without a target all recipes are listed. Nobody has run them: each says what it rests on.
+    """
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "draftsmith recipe",
+        "draftsmith recipe --method dflash --target qwen3-32b --out dflash-qwen3-32b.yaml",
+    )
+
+    method: MethodName = "eagle"
+    """Method of the drafter."""
+    target: str | None = None
+    """Target, by its name on the hub or a short one, such as qwen3-32b."""
+    out: str | None = field(default=None, metadata={"form": "FILE"})
+    """File to write; the terminal if not given."""
+
+
+def run(options: RecipeOptions) -> None:
     """Print or write a recipe, or list all of them. Raises `UserError`."""
     if options.target is None:
         print("\n".join(names()))

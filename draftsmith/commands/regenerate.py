@@ -11,36 +11,99 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..heads.errors import UserError
 from ..heads.files import only_writer
 from ..inference.base.console import ProgressReporter
 from ..inference.base.output_paths import check_output, check_output_folder
-from ..inference.base.settings import headers_with_key
+from ..inference.base.settings import (
+    RowOptions,
+    Sampling,
+    TargetConfig,
+    TemplateOptions,
+    headers_with_key,
+)
 from ..inference.conversations.messages import RowError
 from ..inference.conversations.rows import SHARES, MalformedRows, SourceNotes
 from ..inference.conversations.sources import rows_of, source_files
 from ..inference.conversations.templates import endless, warn_of_plain_text
-from ..inference.decode import Request, decode
-from ..inference.proposers.ngram import PlainDecoding
-from ..inference.targets.target import Target, load_for_decoding
-from ..inference.targets.target_files import other_sampling
+from ..train.data.regeneration import EarlierRows, ReplyTask, RowWriter, refuse_other, repair
+from ..train.data.replies import ServerOptions, regenerate_on_server
 from ..train.data.templates import cut_replies
-from .options import RegenerateOptions as Options
-from .replies import regenerate_on_server
-from .tasks import Answered, Sink, Task, refuse_other, repair
+
+if TYPE_CHECKING:
+    from ..inference.targets.target import Target
 
 log = logging.getLogger(__name__)
 
 
-def run(options: Options) -> None:
+@dataclass
+class RegenerateOptions(RowOptions, TemplateOptions):
+    """Let the target write the replies of a data set.
+
+    Prompts are kept, and everything that an assistant said is replaced.
+    """
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "draftsmith data regenerate --target TARGET --data prompts.jsonl --out replies.jsonl "
+        "--temperature 0.8",
+        "draftsmith data regenerate --target TARGET --server.url http://localhost:8000/v1 "
+        "--data prompts.jsonl --out replies.jsonl",
+        "draftsmith data regenerate --target TARGET --data prompts.jsonl --out replies --share 0/4",
+        "draftsmith data regenerate --target TARGET --data openai/gsm8k --config-name main "
+        "--split train --out replies.jsonl",
+    )
+
+    target: TargetConfig
+    data: str
+    """Conversations or prompts: a JSON, JSONL or parquet file, a folder of them, or a data set on
+    the hub, such as openai/gsm8k with its `config_name` and `split`."""
+    out: str = field(metadata={"form": "FILE"})
+    """JSONL file to write; one that was not finished is continued. With `share` a folder."""
+    max_new_tokens: int = 1024
+    """Largest number of tokens of a reply."""
+    sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.7))
+    """Sampling of the replies: use the settings that will be used in serving. At temperature 0
+    small targets repeat themselves."""
+    server: ServerOptions = field(default_factory=ServerOptions)
+    limit: int | None = None
+    """Number of rows to take, from the first one on; all if not given."""
+    batch_size: int = 32
+    """Number of prompts that are decoded together in this process."""
+    share: str | None = None
+    """Share of one of several workers, such as 3/64: the fourth of 64 (from 0), a 64th of the
+    conversations. It adds a file to the folder `out`. What any file there has is not answered
+    again, so that fewer workers, with other shares, can finish what lost ones left."""
+
+    def __post_init__(self) -> None:
+        if min(self.batch_size, self.max_new_tokens, self.limit or 1) < 1 or self.limit == 0:
+            raise UserError("batch_size, max_new_tokens and limit must be at least 1")
+        if self.sampling.rule != "auto":
+            raise UserError("--sampling.rule accepts drafts, and replies are written without")
+        if self.share is not None:
+            found = re.fullmatch(r"(\d+)/(\d+)", self.share)
+            if found is None or int(found[1]) >= int(found[2]):
+                raise UserError(
+                    f"share is {self.share!r}; write number/workers with a number from 0, such as "
+                    "0/4, 1/4, 2/4 and 3/4 for four workers"
+                )
+
+    @property
+    def decoding(self) -> Sampling:
+        """Sampling of the decode loop, in which a penalty of the target's own config is ignored."""
+        penalty = self.sampling.repetition_penalty
+        return replace(self.sampling, repetition_penalty=1.0 if penalty is None else penalty)
+
+
+def run(options: RegenerateOptions) -> None:
     """Run the command. Raises `UserError` before the target is loaded where that is possible."""
     if options.share is None:
         check_output(options.out, "--out")
@@ -57,9 +120,9 @@ def run(options: Options) -> None:
         _regenerate(options, share, rows)
 
 
-def _regenerate(options: Options, share: Share, rows: list[tuple[str, Any]]) -> None:
+def _regenerate(options: RegenerateOptions, share: Share, rows: list[tuple[str, Any]]) -> None:
     """Write the replies to `rows` that the file of this share lacks; see `run`."""
-    out, facts = share.file, provenance_of(options)
+    out, facts, target = share.file, provenance_of(options), options.target.path
     # A file of a share has a name that nothing else has.
     mine = repair(out, ours=options.share is not None)
     # The weights of a target that is loaded here are compared in place of its name.
@@ -70,7 +133,7 @@ def _regenerate(options: Options, share: Share, rows: list[tuple[str, Any]]) -> 
     shared = {name: value for name, value in facts.items() if name != "server"}
     for other in share.others():
         # Another worker may still write it, so that nothing is cut off here.
-        theirs = Answered.of(other)
+        theirs = EarlierRows.of(other)
         refuse_other(other, theirs.written, shared, by_weights=here)
         written[other] = theirs.written
         finished |= theirs.ids
@@ -83,7 +146,7 @@ def _regenerate(options: Options, share: Share, rows: list[tuple[str, Any]]) -> 
         log.info(held, options.out, len(finished), len(tasks), of_share)
     # Only a target that is loaded can be compared with one of another name.
     names = {row.get("target") for row in written.values() if row is not None}
-    if not tasks and (not here or names <= {facts["target"]}):
+    if not tasks and (not here or names <= {target}):
         return
     if options.server.url is not None:  # an unreadable key leaves no empty file
         headers_with_key()
@@ -94,11 +157,13 @@ def _regenerate(options: Options, share: Share, rows: list[tuple[str, Any]]) -> 
                 total=len(tasks), desc="target writes", unit=" conversations"
             ) as progress,
         ):
-            sink = Sink(file, progress, facts, written)
+            sink = RowWriter(file, progress, facts, written)
             if options.server.url is not None:
-                regenerate_on_server(tasks, options, sink)
+                regenerate_on_server(
+                    tasks, sink, options.server, target, options.sampling, options.max_new_tokens
+                )
             else:
-                regenerate_here(tasks, options, sink)
+                regenerate_in_process(tasks, options, sink)
     except UserError:
         if out.stat().st_size == 0:
             out.unlink()  # nothing is left of a command that wrote nothing
@@ -120,7 +185,7 @@ class Share:
     file: Path
 
     @classmethod
-    def of(cls, options: Options) -> Share:
+    def of(cls, options: RegenerateOptions) -> Share:
         """Return the share that the options name; all conversations if they name none."""
         out = Path(options.out)
         if options.share is None:
@@ -130,11 +195,11 @@ class Share:
         return cls(int(number), int(of_all), out / name)
 
     def others(self) -> list[Path]:
-        """Return the files that other workers wrote, whatever number of shares they had."""
+        """Return the files that other workers wrote, with any number of shares."""
         named_so = self.file.parent.glob(SHARES) if self.file.match(SHARES) else ()
         return sorted(path for path in named_so if path != self.file)
 
-    def part_of(self, tasks: list[Task]) -> list[Task]:
+    def part_of(self, tasks: list[ReplyTask]) -> list[ReplyTask]:
         """Return the tasks of this share, in order."""
         # Shares of M workers are drawn by M, so that what a lost worker had spreads over all shares
         # of another number of workers. With every M-th task, a lost one of 64 would be one of 32.
@@ -144,7 +209,9 @@ class Share:
         return [tasks[index] for index in sorted(drawn[self.number :: self.of_all])]
 
 
-def tasks_of(rows: list[tuple[str, Any]], options: Options, notes: SourceNotes) -> list[Task]:
+def tasks_of(
+    rows: list[tuple[str, Any]], options: RegenerateOptions, notes: SourceNotes
+) -> list[ReplyTask]:
     """Return the tasks of `rows`, the same in every call with the same rows.
 
     `notes` get what is said once about the source. Raises `UserError` if no row can be used, or at
@@ -153,7 +220,7 @@ def tasks_of(rows: list[tuple[str, Any]], options: Options, notes: SourceNotes) 
     tasks, left_out, ids = [], MalformedRows(options.data, options.bad_rows), Counter[str]()
     for name, row in rows:
         try:
-            task = Task.of(name, row, options.chat_template_kwargs, notes)
+            task = ReplyTask.of(name, row, options.chat_template_kwargs, notes)
         except RowError as error:
             left_out.add(name, error)
             continue
@@ -169,7 +236,7 @@ def tasks_of(rows: list[tuple[str, Any]], options: Options, notes: SourceNotes) 
     return tasks
 
 
-def provenance_of(options: Options) -> dict[str, Any]:
+def provenance_of(options: RegenerateOptions) -> dict[str, Any]:
     """Return what every row records of how it was written."""
     sampling = {"max_new_tokens": options.max_new_tokens, **asdict(options.sampling)}
     for name, neutral in (("min_p", 0), ("repetition_penalty", None), ("rule", "auto")):
@@ -185,12 +252,19 @@ def provenance_of(options: Options) -> dict[str, Any]:
     return facts
 
 
-def regenerate_here(tasks: Sequence[Task], options: Options, sink: Sink) -> None:
+def regenerate_in_process(
+    tasks: Sequence[ReplyTask], options: RegenerateOptions, sink: RowWriter
+) -> None:
     """Write the replies of all tasks with the target in this process, in batches of prompts.
 
     A conversation of several turns comes back into the queue after each reply. Prompts that are too
     long are left out with a warning.
     """
+    from ..inference.decode import Request, decode
+    from ..inference.proposers.ngram import PlainDecoding
+    from ..inference.targets.target import load_for_decoding
+    from ..inference.targets.target_files import other_sampling
+
     target = load_for_decoding(options.target)
     sampling = options.decoding
     other = other_sampling(target.model.generation_config, sampling)
@@ -207,7 +281,7 @@ def regenerate_here(tasks: Sequence[Task], options: Options, sink: Sink) -> None
         raise UserError(why)
     warn_of_plain_text(plain, target.tokenizer, options.data)
     longest = target.max_positions - 1  # one position is left for the reply
-    waiting: list[tuple[list[int], Task]] = []
+    waiting: list[tuple[list[int], ReplyTask]] = []
     unreadable, overlong = MalformedRows(options.data, options.bad_rows), []
     for task in tasks:
         try:
@@ -244,7 +318,7 @@ def regenerate_here(tasks: Sequence[Task], options: Options, sink: Sink) -> None
 
 
 def answer(
-    task: Task, target: Target, prompt: list[int], reply: list[int], reason: str
+    task: ReplyTask, target: Target, prompt: list[int], reply: list[int], reason: str
 ) -> list[int] | None:
     """Add the reply to a task; return the prompt of the next one, None if nothing is left to ask.
 
@@ -256,7 +330,7 @@ def answer(
     task.add_reply(prompt, reply, message, "stop" if ended else "length")
     said = len(task.said)
     try:
-        return task.prompt(target) if task.go_on() else None
+        return task.prompt(target) if task.advance() else None
     except RowError as error:
         # It is about the reply, which the template cannot carry: the conversation ends with it.
         log.warning("%s: the next turn is left out: %s", task.id, error)

@@ -3,24 +3,55 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ..heads.errors import UserError
 from ..inference.base.output_paths import check_output_folder
+from ..inference.base.settings import RowOptions
 from ..inference.conversations.formats import Conversation, conversation_of
 from ..inference.conversations.messages import RowError, check_text
 from ..inference.conversations.rows import InMemoryRows, MalformedRows, write_rows
 from ..inference.conversations.selection import Units
 from ..inference.conversations.sources import rows_of, source_files
 from ..train.data.split import chance
-from .options import SplitOptions as Options
 
 SEED = 0  # of the choice, which no other number would make better
 
 
-def run(options: Options) -> None:
+@dataclass
+class SplitOptions(RowOptions):
+    """Set a share of the conversations aside, for evaluation only.
+
+    All rows of a conversation lie on one side: rows with an equal id, or with an equal prompt
+    (everything before the first reply), as every turn of a logged conversation has. The side
+    depends on the conversation alone, so that a log that has grown is split alike.
+    """
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "draftsmith data split --data logs.jsonl --out rows --share 0.1",
+    )
+
+    data: str
+    """Conversations or prompts: a JSON, JSONL or parquet file, a folder of them, or a data set on
+    the hub."""
+    out: str
+    """Folder to write: train.jsonl has the rows that may be trained on, as they are, and
+    held_out.jsonl the others."""
+    share: float = 0.1
+    """Share of the conversations that is set aside."""
+    last_turn: bool = False
+    """Keep only the last row of a conversation that was logged once per turn, with all turns before
+    it."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share < 1:
+            raise UserError(f"share must lie between 0 and 1, not {self.share:g}")
+
+
+def run(options: SplitOptions) -> None:
     """Write the two files of the folder, and print how many rows and conversations each has.
 
     Raises `UserError`, also where one of them would be empty.

@@ -175,6 +175,10 @@ def plural(number: int, what: str) -> str:
     return f"{number:,} {what}{ending if number != 1 else ''}"
 
 
+def size(bytes_: float) -> str:
+    return f"{bytes_ / 1e12:,.1f} TB" if bytes_ >= 1e12 else f"{bytes_ / 1e9:,.1f} GB"
+
+
 def duration_text(seconds: float) -> str:
     """Return a duration as text, such as 45 s, 3 min 20 s or 2 h 5 min."""
     whole = round(max(seconds, 0))

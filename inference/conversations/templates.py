@@ -20,7 +20,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from jinja2.exceptions import TemplateError
-from transformers import PreTrainedTokenizerBase
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
@@ -28,9 +27,6 @@ from .messages import REASONING_KEYS, RowError, joined, parsed, reasoning_of
 
 log = logging.getLogger(__name__)
 
-TEMPLATE_ARGUMENTS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
-TEMPLATE_ARGUMENTS |= {"messages"}
-"""Arguments of `apply_chat_template` itself, which are not variables of a template."""
 NOTATION = re.compile(r"""['"]text['"]\s*:|\\+["']qz|\{'qz""")
 """Signs that a value was written in the notation of Python or JSON, not as its text."""
 ASKED: JsonObject = {"role": "user", "content": "qzasked"}
@@ -44,7 +40,12 @@ def check_template_kwargs(
     template_kwargs: JsonObject, error: type[UserError | RowError] = UserError
 ) -> None:
     """Raise an `error` for arguments that are not variables of chat templates."""
-    if wrong := sorted(TEMPLATE_ARGUMENTS & template_kwargs.keys()):
+    if not template_kwargs:
+        return
+    from transformers import PreTrainedTokenizerBase
+
+    call = inspect.signature(PreTrainedTokenizerBase.apply_chat_template)
+    if wrong := sorted({"messages", *call.parameters} & template_kwargs.keys()):
         raise error(f"chat_template_kwargs: {wrong[0]} is not a variable of a chat template")
 
 

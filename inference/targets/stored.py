@@ -42,6 +42,8 @@ TEXTS_FILE = "held_out.safetensors"
 SAMPLE_FILE = "sample.safetensors"
 S = TypeVar("S", bound="StoredTarget")
 
+CPU = torch.device("cpu")
+
 
 class StoreLayout(Struct):
     """Layout of the features in the shards of a feature store, see `train/data/store.py`."""
@@ -236,7 +238,9 @@ def model_of_embedding_and_head(
     return model
 
 
-def embedding_and_head_in(path: str, device: torch.device, dtype: str, kind: type[S]) -> S:
+def embedding_and_head_in(
+    path: str, kind: type[S], device: torch.device = CPU, dtype: str = "auto"
+) -> S:
     """Load embedding, final norm and head of the model in a folder, or of that name on the hub.
 
     `kind` is the class of what is returned. `dtype` "auto" takes the stored one on a GPU. Raises

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import OutputConsole
 from rich.table import Table
 
 from draftsmith.train.config import TargetConfig
@@ -37,23 +36,21 @@ COLUMNS = ("target", "drafter", "moments", "features", "extraction", "activation
 
 
 def memory(shape: str, method_name: str, length: int, recompute: bool) -> StepMemory:
-    """Return the memory of a step for a target of the sizes of `SHAPE.json` in `CONFIGS`."""
+    """Return the memory of a step for a target of the sizes of the folder `shape` in `CONFIGS`."""
     method = method_named(method_name)  # type: ignore[arg-type]
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text((CONFIGS / f"{shape}.json").read_text())
-        run = method.run_class(
-            out="-",
-            target=TargetConfig(path=folder),
-            data=Data(sources=[Source("-")], max_length=length),
-            batch_rows=1,
-            rows_per_step=1,
-            precision="bf16",
-        )
-        for name, value in HEADS[method_name].items():
-            setattr(run.heads, name, value)
-        if recompute:
-            run.objective.recompute = True
-        return memory_of_step(run_sizes(method, run), run)
+    run = method.run_class(
+        out="-",
+        target=TargetConfig(path=str(CONFIGS / shape)),
+        data=Data(sources=[Source("-")], max_length=length),
+        batch_rows=1,
+        rows_per_step=1,
+        precision="bf16",
+    )
+    for name, value in HEADS[method_name].items():
+        setattr(run.heads, name, value)
+    if recompute:
+        run.objective.recompute = True
+    return memory_of_step(run_sizes(method, run), run)
 
 
 def main() -> None:
@@ -79,7 +76,7 @@ def main() -> None:
                     case = {"shape": shape, "method": method, "length": length}
                     case |= {"recompute": recompute, "peak": sizes.peak}
                     found.append(case | asdict(sizes))
-    Console(width=120).print(table)
+    OutputConsole(width=120).print(table)
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(found, indent=1))
 

@@ -39,11 +39,12 @@ TINY = {
 def random_target(
     shape: str, device: torch.device, dtype: torch.dtype, layers: int | None = None
 ) -> Target:
-    """Return a target of the sizes of `SHAPE.json` in `CONFIGS`, or of its first `layers` only.
+    """Return a target of the sizes of the folder `shape` in `CONFIGS`, or of its first layers.
 
     The shape "tiny" is a model of the same kind for tests on a CPU.
     """
-    values = json.loads((CONFIGS / f"{'qwen3-8b' if shape == 'tiny' else shape}.json").read_text())
+    folder = CONFIGS / ("qwen3-8b" if shape == "tiny" else shape)
+    values = json.loads((folder / "config.json").read_text())
     values.pop("torch_dtype", None)
     values |= TINY if shape == "tiny" else {}
     if layers is not None:

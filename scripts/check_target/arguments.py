@@ -14,7 +14,7 @@ CONFIGS = Path(__file__).parents[2] / "draftsmith" / "commands" / "targets"
 
 def known_shapes() -> list[str]:
     """Names of the models whose config.json is at hand."""
-    return sorted(path.stem for path in CONFIGS.glob("*.json"))
+    return sorted(path.name for path in CONFIGS.iterdir())
 
 
 def parsed() -> argparse.Namespace:

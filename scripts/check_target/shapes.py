@@ -33,7 +33,7 @@ def make_shape(name: str, folder: Path, layers: int | None = None, seed: int = 0
     """
     if (folder / "config.json").is_file():
         return folder
-    path = CONFIGS / f"{name}.json"
+    path = CONFIGS / name / "config.json"
     if not path.is_file():
         raise UserError(f"no shape {name!r}; there are: {', '.join(known_shapes())}")
     values = {

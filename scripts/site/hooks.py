@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-# What stands behind a block's language for the tests, see tests/pages.py.
+# What stands behind a block's language for the tests, see tests/helpers/pages.py.
 MARK = re.compile(r"^( *```\w+) .+$", re.MULTILINE)
 # A quotation that begins with a bold title: a box.
 NOTICE = re.compile(r"^> \*\*([^*:.]+)[:.]?(.*?)\*\*(.*\n(?:>.*\n)*)", re.MULTILINE)

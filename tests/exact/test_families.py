@@ -22,7 +22,7 @@ SAMPLE = (
 by position, an unknown form, and recurrent layers."""
 
 COMPOSED = ("qwen3_5", "qwen3_5_moe")
-"""Loaded as their text models; tests/train/commands/test_mtp.py decodes small ones."""
+"""Loaded as their text models; tests/commands/test_mtp.py decodes small ones."""
 
 LISTED = {
     "equal (fused)": "Decoded by the fused forward pass",

@@ -22,8 +22,8 @@ from typing import Any
 import yaml
 
 from draftsmith.command_line.fields import from_word
-from draftsmith.command_line.parse import Values, given_options
-from draftsmith.commands.verbs import GROUPS, options_of_verb
+from draftsmith.command_line.parse import OptionValues, given_options
+from draftsmith.commands.cli import GROUPS, options_of_verb
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.proposers.registry import parse_spec
 from draftsmith.train.methods.registry import METHODS, method_named, run_class_named
@@ -67,7 +67,7 @@ class Block:
         if self.language not in (*MARKED, *OUTPUT):
             return f"name a language: {', '.join((*MARKED, *OUTPUT))}"
         if self.mark and not MARK.fullmatch(self.mark):
-            return f"unknown mark {self.mark!r}; see tests/pages.py"
+            return f"unknown mark {self.mark!r}; see tests/helpers/pages.py"
         if self.language in MARKED and (not self.mark or self.mark.startswith("wide")):
             return "mark it runnable, checked or 'not run: REASON'"
         return None
@@ -183,7 +183,7 @@ def check_command(words: list[str], complete: bool) -> None:
     if (found := options_of(words)) is None:
         return
     config_class, argv = found
-    values, given = Values(config_class), set[str]()
+    values, given = OptionValues(config_class), set[str]()
     for name, value in given_options(argv, values):
         kind = values.types.get(name)
         if name == "config" and kind is None:
@@ -213,7 +213,7 @@ def check_yaml(text: str) -> None:
         return
     mistakes = []
     for method in METHODS:
-        values = Values(run_class_named(method))
+        values = OptionValues(run_class_named(method))
         try:
             for name, value in content.items():
                 values.put(name, value)

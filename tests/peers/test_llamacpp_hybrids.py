@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from draftsmith.commands import mtp
-from draftsmith.commands.options import ExtractLayerOptions
 from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import generate_one
@@ -64,7 +63,7 @@ def prompts(hybrid: Target, prompts_file: Path) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     layer = tmp_path_factory.mktemp("drafters") / "mtp"
-    mtp.run(ExtractLayerOptions(str(HYBRID), str(layer)))
+    mtp.run(mtp.ExtractOptions(str(HYBRID), str(layer)))
     return {"mtp": layer, "draft model": DRAFT_MODEL}
 
 

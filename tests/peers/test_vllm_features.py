@@ -91,7 +91,7 @@ def test_states_are_those_of_the_live_target(server: tuple[str, Path]) -> None:
     """Packed rows, fp32: relative error below 1e-5 (taps reach 150). Nothing is left behind."""
     url, folder = server
     live = load_target(TargetConfig(str(QUICKSTART), device="cpu"))
-    target = embedding_and_head_in(str(QUICKSTART), torch.device("cpu"), "auto", ServedTarget)
+    target = embedding_and_head_in(str(QUICKSTART), ServedTarget)
     assert target.fingerprint() == live.fingerprint()
     target.client = Client(url, "target", LAYERS)
     generator = torch.Generator().manual_seed(0)
@@ -120,7 +120,7 @@ def test_responses_come_with_their_features_in_one_pass(server: tuple[str, Path]
     features, one request each."""
     url, folder = server
     live = load_target(TargetConfig(str(QUICKSTART), device="cpu"))
-    target = embedding_and_head_in(str(QUICKSTART), torch.device("cpu"), "auto", ServedTarget)
+    target = embedding_and_head_in(str(QUICKSTART), ServedTarget)
     target.client = Client(url, "target", LAYERS)
     asked: list[int] = []
     post = target.client._http.post
@@ -208,7 +208,7 @@ def test_missing_layers_and_oversized_requests_are_refused(
     options = ["--features.server", url, "--features.server-layers", "[2,4,5,8]"]
     done = launch("-m", "draftsmith.train", "eagle", "--config", config, *options)
     assert done.returncode != 0 and "which this run reads" in done.stderr
-    target = embedding_and_head_in(str(QUICKSTART), torch.device("cpu"), "auto", ServedTarget)
+    target = embedding_and_head_in(str(QUICKSTART), ServedTarget)
     target.client = Client(url, "target", [2, 8])
     with pytest.raises(UserError, match="gives states of 4 layers, features.server_layers names 2"):
         list(target.client.ask([[5, 6, 7]]))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.commands import replies
+from draftsmith.train.data import replies
 from tests.conftest import QUICKSTART, by_default
 from tests.helpers.mutations import outcome
 from tests.helpers.serving import serving, whole

@@ -26,8 +26,8 @@ from typing import Any, NoReturn
 IMPORTED = (
     "accelerate.commands.launch", "torch.distributed.run", "datasets",
     "transformers.models.llama.modeling_llama",
-    "draftsmith.commands.cli", "draftsmith.train.loop", "draftsmith.commands.extract",
-    "draftsmith.commands.exporting", "draftsmith.inference.evaluation.evaluate",
+    "draftsmith.commands.cli", "draftsmith.train.loop", "draftsmith.train.extraction",
+    "draftsmith.heads.exchange.exporter", "draftsmith.inference.evaluation.evaluate",
     "draftsmith.inference.evaluation.report.command",
 )  # fmt: skip
 LAUNCHERS = ("accelerate.commands.launch", "torch.distributed.run")

@@ -8,10 +8,11 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_type_hints
 
+from ...command_line.fields import fields_of
 from ...heads.errors import UserError
 from ...heads.files import read_yaml
 from ..method import AnyMethod, Method
@@ -115,3 +116,33 @@ def method_for(path: str, given: MethodName | None = None) -> MethodName:
         return named[0]
     which = f"{', '.join(fitting)} would read it" if fitting else "no method knows all its keys"
     raise UserError(f"which method is {path} for? {which}; name one with --method")
+
+
+def _knows(run_class: type[RunConfig], keys: Mapping[str, list[str]]) -> bool:
+    """Return whether a method's run has all sections in `keys`, with all keys named there."""
+    types = get_type_hints(run_class)
+    return all(
+        section in types and {*names} <= {field.name for field in fields(types[section])}
+        for section, names in keys.items()
+    )
+
+
+@dataclass
+class RunFile:
+    """Options of a command that reads the config file of a run; it takes the run's options too."""
+
+    config: str
+    """Config file of the run."""
+    method: MethodName | None = field(default=None, kw_only=True)
+    """Method of the run; if not given, the keys of the config file or its path
+    (configs/eagle/...) determine it."""
+    set: list[str] = field(default_factory=list, kw_only=True)
+    """Change of a key of the run, such as target.dtype=float32; may be given several times, or
+    written as an option of the run: --target.dtype float32."""
+
+    @staticmethod
+    def run_keys() -> dict[str, Any]:
+        """Return the keys of the runs of all methods, which `--set` takes, and their types."""
+        runs = map(run_class_named, METHODS)
+        options = (one for run in runs for one in fields_of(run))
+        return {one.name: one.kind for one in options if not is_dataclass(one.kind)}

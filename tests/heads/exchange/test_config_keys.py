@@ -37,8 +37,7 @@ QWEN = {
 
 @cache
 def quickstart() -> TargetParts:
-    cpu = torch.device("cpu")
-    return target_parts(embedding_and_head_in(str(QUICKSTART), cpu, "auto", StoredTarget))
+    return target_parts(embedding_and_head_in(str(QUICKSTART), StoredTarget))
 
 
 def case(name: str, tensors: Tensors, tmp_path: Path, **more: Any) -> ImportedDrafter:

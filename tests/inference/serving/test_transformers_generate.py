@@ -16,8 +16,7 @@ from transformers import (
     TextIteratorStreamer,
 )
 
-from draftsmith.commands.exporting import run
-from draftsmith.commands.options import ExportOptions
+from draftsmith.commands.exporting import ExportOptions, run
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.api import load
 from tests.conftest import QUICKSTART

@@ -191,7 +191,7 @@ def test_a_run_that_resumes_is_measured_on_the_same_replies(
 ) -> None:
     """The replies are in a file, and their features are asked for again; another length, other
     prompts or a damaged file let the server write."""
-    served = embedding_and_head_in(str(saved_tiny), torch.device("cpu"), "auto", ServedTarget)
+    served = embedding_and_head_in(str(saved_tiny), ServedTarget)
     served.client = answers = Answers(tiny, [1, tiny.num_layers])
     prompts = [HeldOutPrompt([3, 4, 5], 0), HeldOutPrompt([6, 7], 1)]
     file, config = tmp_path / "replies.json", Evaluation(max_new_tokens=6, temperature=0.7)

@@ -20,7 +20,6 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from draftsmith.commands.extract import assigned_shards, refuse_another
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.decode import generate_one
@@ -39,6 +38,7 @@ from draftsmith.inference.targets.stored import (
 )
 from draftsmith.inference.targets.target import Target, load_target
 from draftsmith.train.data.store import encoded, missing_shards, shard_path
+from draftsmith.train.extraction import assigned_shards, refuse_another
 from draftsmith.train.loading import check_named_target
 from tests.conftest import PYTHON, ROOT, edit_config, tiny_target
 from tests.helpers.architectures import architecture
@@ -159,9 +159,7 @@ def test_the_ends_alone_embed_and_judge_as_the_target_does(kind: str, tmp_path: 
     ids, states = torch.arange(5, 20), torch.randn(3, target.hidden_size)
     for embedding_and_head in (
         stored,
-        embedding_and_head_in(
-            str(tmp_path / "whole"), torch.device("cpu"), "float32", StoredTarget
-        ),
+        embedding_and_head_in(str(tmp_path / "whole"), StoredTarget, dtype="float32"),
     ):
         assert torch.equal(embedding_and_head.embed(ids), target.embed(ids)) and torch.equal(
             embedding_and_head.head(states), target.head(states)
@@ -171,7 +169,7 @@ def test_the_ends_alone_embed_and_judge_as_the_target_does(kind: str, tmp_path: 
 def multimodal() -> Target:
     """A small Gemma-3 with a vision tower, in the layout of the 12B's config."""
     config = json.loads(
-        (ROOT / "draftsmith" / "commands" / "targets" / "gemma-3-12b-it.json").read_text()
+        (ROOT / "draftsmith" / "commands" / "targets" / "gemma-3-12b-it/config.json").read_text()
     )
     config["text_config"] |= {
         "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,

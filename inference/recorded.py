@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -26,9 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..heads.errors import first_line
+from .rounds.accept import judge
+from .rounds.outcome import Accepted, Hidden, Packed
 from .rounds.sampling import Draws
-from .rounds.tree import DraftTree
-from .targets.outcome import Accepted, verify
+from .rounds.tree import DraftTree, Pass
 
 if TYPE_CHECKING:
     from .proposers.contract import Proposer
@@ -43,20 +43,48 @@ _FUNCTIONS: WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = WeakKeyDicti
 _NUMBERS = itertools.count()
 
 
+def run_nodes(
+    target: CausalModel, tree: DraftTree, cache: TreeCache, taps: tuple[int, ...]
+) -> tuple[Hidden, Tensor]:
+    """Return the features of the nodes of `tree`, and the target's logits `[B, N, V]`."""
+    nodes = Pass(depths=tree.tables.depths, visible=tree.tables.ancestors)
+    hidden = target.forward(tree.tokens, nodes, cache, taps)
+    return hidden, target.head(hidden.last)
+
+
+def verify(
+    target: CausalModel, tree: DraftTree, cache: TreeCache, draws: Draws, taps: tuple[int, ...]
+) -> tuple[Accepted, Packed]:
+    """Verify `tree`, keep its accepted path in `cache`, and return it, without a transfer.
+
+    The path is as wide as the tree is deep. The texts of `draws` need space for as many tokens.
+    """
+    hidden, logits = run_nodes(target, tree, cache, taps)
+    packed = Packed.of(tree, judge(tree, logits, draws))
+    accepted = Accepted.of(tree, packed, hidden)
+    cache.commit(accepted.gained, None if accepted.in_place else accepted.path)
+    draws.extend(accepted.ids, cache.progress(accepted.counts))
+    return accepted, packed
+
+
+StaticRound = tuple[Accepted, Packed, DraftTree | None]
+"""What was accepted, on the device, and the next drafts.
+
+A proposer that needs the host is left out of the round: there are no drafts then, and what was
+accepted has not been committed to it.
+"""
+
+
 def one_round(
     target: CausalModel, proposer: Proposer, tree: DraftTree, cache: TreeCache, draws: Draws
-) -> tuple[Accepted, DraftTree | None]:
-    """Verify `tree`, commit what was accepted, and return that and the next drafts.
-
-    Nothing is read by the host. A proposer that needs the host is left out: there are no drafts
-    then, and what was accepted has not been committed to it.
-    """
-    accepted = verify(target, tree, cache, draws, proposer.taps)
+) -> StaticRound:
+    """Verify `tree`, commit what was accepted, and draft again; the host reads nothing."""
+    accepted, packed = verify(target, tree, cache, draws, proposer.taps)
     if not proposer.traceable:
-        return accepted, None
+        return accepted, packed, None
     assert accepted.bonus is not None
     proposer.commit(accepted)
-    return accepted, proposer.propose(accepted.bonus, draws)
+    return accepted, packed, proposer.propose(accepted.bonus, draws)
 
 
 class CudaRecorder:
@@ -136,7 +164,7 @@ class RecordedRound:
         self._place = tree.clone()
         self._state = {name: getattr(proposer, name).clone() for name in proposer.left_for_commit}
         self._calls = 0
-        self._accepted: Accepted | None = None
+        self._result: tuple[Accepted, Packed] | None = None
         self.outside = Outside()
 
     def __call__(
@@ -146,7 +174,7 @@ class RecordedRound:
         tree: DraftTree,
         cache: StaticCache,
         draws: Draws,
-    ) -> tuple[Accepted, DraftTree | None]:
+    ) -> StaticRound:
         """Return what `one_round` does. What it returned before has been overwritten then.
 
         `cache` and `draws` are the same in all calls.
@@ -155,33 +183,32 @@ class RecordedRound:
             self._place.copy_(tree)
             self._keep_state(proposer)
 
-        def body() -> Accepted:
+        def body() -> tuple[Accepted, Packed]:
             # Of the round before: noise is a function of keys and positions, and is made again.
             draws.forget_noise()
-            accepted, drafts = one_round(target, proposer, self._place, cache, draws)
+            accepted, packed, drafts = one_round(target, proposer, self._place, cache, draws)
             if drafts is not None:
                 self._place.copy_(drafts)
                 self._keep_state(proposer)
-            return accepted
+            return accepted, packed
 
         self._calls += 1
-        if self._accepted is not None:
+        if self._result is not None:
             self._recorder.replay()
-            accepted = self._accepted
+            result = self._result
         elif self._calls == WARM_UP + 1 and (recorded := self._record(body)) is not None:
-            accepted = recorded
+            result = recorded
         else:
             if self._calls == WARM_UP + 1:
                 self._undo(proposer, cache)
-            accepted = self._recorder.warm_up(body)
+            result = self._recorder.warm_up(body)
         # The roots have moved on, which no code of Python has noticed.
         draws.forget_noise()
-        # The lists of the host belong to one round.
-        lists: Any = {"nodes": [], "tokens": [], "drafted": [], "refused": []}
-        fresh = replace(accepted, **lists, overlap=None)
-        return fresh, self._place if proposer.traceable else None
+        return *result, self._place if proposer.traceable else None
 
-    def _record(self, body: Callable[[], Accepted]) -> Accepted | None:
+    def _record(
+        self, body: Callable[[], tuple[Accepted, Packed]]
+    ) -> tuple[Accepted, Packed] | None:
         """Record a round; None where that is not possible, and rounds go on as they are.
 
         A model that asks the host for a number cannot be recorded, and CUDA says so. Its operators
@@ -189,10 +216,10 @@ class RecordedRound:
         """
         try:
             with self.outside:
-                self._accepted = self._recorder.record(body)
+                self._result = self._recorder.record(body)
         except Exception as error:  # noqa: BLE001
             log.warning("rounds are not recorded as a CUDA graph: %s", first_line(error))
-        return self._accepted
+        return self._result
 
     def _undo(self, proposer: Proposer, cache: StaticCache) -> None:
         """Forget a recording that has stopped somewhere: none of its kernels has run."""
@@ -211,7 +238,7 @@ class RecordedRound:
 
 def run(
     target: CausalModel, proposer: Proposer, tree: DraftTree, cache: StaticCache, draws: Draws
-) -> tuple[Accepted, DraftTree | None]:
+) -> StaticRound:
     """Return what `one_round` does, from a recording, or compiled and without the next drafts.
 
     `draws` are those of `StaticCache.place_draws`. Recorded rounds are kept with the cache whose
@@ -222,7 +249,7 @@ def run(
         if tree.shape is not None:
             _ = tree.tables  # they are kept for a shape, and need not be made in the function
         function = compiled(verify, target, proposer.taps)
-        return function(target, tree, cache, draws, proposer.taps), None
+        return *function(target, tree, cache, draws, proposer.taps), None
     rounds = cache.recorded.setdefault(proposer.owner_of_rounds(target), {})
     kind = proposer.traceable, proposer.taps
     key = (*kind, *tree.form, draws.sampling, proposer.plan, proposer.own_cache)

@@ -149,7 +149,7 @@ class DraftModelProposer(CachedProposer):
 
     def commit(self, accepted: Accepted) -> None:
         """Keep the accepted drafts that were run, and note which token the cache lacks."""
-        drafts = Counts([len(nodes) - 1 for nodes in accepted.nodes], accepted.counts - 1)
+        drafts = Counts([count - 1 for count in accepted.gained.here], accepted.counts - 1)
         if self.plan.width == 1:
             # `staged` is what the chain has run: all of it lies in order, so nothing is moved.
             # Example: a chain of 4 drafts has run 3, so of 4 accepted drafts 3 are committed, and

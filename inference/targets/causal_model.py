@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -25,6 +24,7 @@ from ...heads.layout import dtype_name
 from ...heads.pretrained import known_reason
 from ..rounds.cache import Counts, KeptCache, TreeCache
 from ..rounds.device import send
+from ..rounds.outcome import Hidden
 from ..rounds.recurrent import RecurrentStates
 from ..rounds.tree import Pass, TreeShape
 from .fused import FusedDecoder, of_llama_form
@@ -48,30 +48,6 @@ TRIAL_PATHS = ((0, 2, 3, 5), (0,))
 """Paths that two rows of a trial accept."""
 UNFIT = (AssertionError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)
 """Errors by which the code of a model ends a trial that it is not made for."""
-
-
-@dataclass
-class Hidden:
-    """Hidden states of one forward pass: after the final norm, and of each tap.
-
-    They are `[B, N, H]`, or `[S, H]` of one text, in the dtype of the model that made them.
-    """
-
-    last: Tensor
-    taps: tuple[Tensor, ...] = ()
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> Hidden:
-        """Return `function` of each of them."""
-        return Hidden(function(self.last), tuple(function(tap) for tap in self.taps))
-
-    @staticmethod
-    def joined(parts: Sequence[Hidden]) -> Hidden:
-        """Return the states of several passes side by side, as of one."""
-        taps = zip(*(part.taps for part in parts), strict=True)
-        return Hidden(
-            torch.cat([part.last for part in parts], dim=1),
-            tuple(torch.cat(list(tap), dim=1) for tap in taps),
-        )
 
 
 class CausalModel(ModelHead):

@@ -148,7 +148,7 @@ def test_memory_read_by_a_recording_is_neither_freed_nor_moved(
             (cache, found)
             for cache in target.kept_cache._caches.values()
             for found in cache.recorded.get(owner, {}).values()
-            if found._accepted is not None
+            if found._result is not None
         ]
         assert rounds, way
         for cache, found in rounds:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.rounds.cache import TreeCache
-from draftsmith.inference.targets.causal_model import Hidden
+from draftsmith.inference.rounds.outcome import Hidden
 from draftsmith.inference.targets.masks import Pass
 from draftsmith.inference.targets.target import Target
 

@@ -23,7 +23,7 @@ from .base.settings import GREEDY, Sampling
 from .proposers.contract import Prompts, Proposer
 from .proposers.own_drafters import is_users, reported, wrong_tree
 from .rounds.accept import judge
-from .rounds.cache import StaticCache, TreeCache
+from .rounds.cache import TreeCache
 from .rounds.device import Clock, send
 from .rounds.noise import row_keys
 from .rounds.outcome import Accepted, Outcome, Packed
@@ -198,7 +198,8 @@ def decode(
         finally:
             proposer.in_use = False
             proposer.finish()
-            target.kept_cache.put(batch.cache)
+            if batch.static is not None:
+                recorded.pool_of(target).put(batch.static)
 
 
 def pays_to_compile(device: torch.device, rows: int) -> bool:
@@ -273,26 +274,27 @@ class _RunningBatch:
         self.clock = Clock(target.device)
         # Trees of a user's own drafter are looked at, but for those of a recorded round.
         self._users = is_users(type(proposer)) and not proposer.traceable
-        # A graph is of one device.
-        whole = target.device.type != "cuda" or target.spread == "whole"
-        paying = whole and pays_to_compile(target.device, len(self.rows))
-        self.compiled = target.compiled and paying
-        self.cache = self._new_cache()
+        self.static: recorded.StaticRounds | None = None
+        """None where shapes of rounds follow what was accepted."""
+        self.cache = self._empty_cache()
 
-    def _new_cache(self) -> TreeCache:
-        """Return an empty cache that can grow to all of the target's positions."""
+    def _empty_cache(self) -> TreeCache:
+        """Return a cache that has, or can get, a slot for every position of the requests."""
         prompt = max(len(row.tokens) for row in self.rows)
         new = max(row.left for row in self.rows)
         # A round writes its whole tree after the last position that can still be emitted.
         beyond = self.proposer.max_drafted + 1
         batch, device = len(self.rows), self.target.device
-        if self.compiled:
+        # A graph is of one device.
+        whole = device.type != "cuda" or self.target.spread == "whole"
+        if self.target.compiled and whole and pays_to_compile(device, batch):
             # A row may end with a whole path more; a round that is launched ahead adds another, and
             # drafts after its tree. Powers of two: few capacities, so that few shapes are compiled
             # or recorded. 300 becomes 512, and 512 stays.
             more = (4 if runs_ahead(device) else 2) * beyond
             capacity = 1 << (prompt + new + more - 1).bit_length()
-            return self.target.kept_cache.take(batch, capacity, device)
+            self.static = recorded.pool_of(self.target).take(batch, capacity)
+            return self.static.cache
         # Nodes of a tree past the last position are dropped when the reply is cut.
         limit = self.target.max_positions + beyond
         return TreeCache(batch, prompt + min(new, FIRST_CAPACITY) + beyond, device, limit)
@@ -312,8 +314,8 @@ class _RunningBatch:
         row_lengths = torch.tensor(lengths, device=device)
         rows = torch.arange(len(lengths), device=device)
         self.draws = self._draws(ids, row_lengths)
-        if isinstance(self.cache, StaticCache):
-            self.draws = self.cache.place_draws(self.draws)
+        if self.static is not None:
+            self.draws = self.static.place(self.draws)
         # It is where a round has its root: the first choice follows it.
         last_prompt_token = ids[rows, row_lengths - 1][:, None]
         logits = target.head(hidden.last[rows, row_lengths - 1])[:, None]
@@ -347,7 +349,8 @@ class _RunningBatch:
 
     def rounds(self) -> Iterator[list[Step]]:
         """Draft, verify, accept and commit, over and over; yield what each request gained."""
-        outcomes = self._static_rounds() if self.compiled else self._growing_rounds()
+        static = self.static
+        outcomes = self._growing_rounds() if static is None else self._static_rounds(static)
         while True:
             started = time.perf_counter()
             self.clock.mark()
@@ -376,25 +379,25 @@ class _RunningBatch:
             self._commit(accepted)
             yield outcome
 
-    def _static_rounds(self) -> Iterator[Outcome]:
+    def _static_rounds(self, rounds: recorded.StaticRounds) -> Iterator[Outcome]:
         """Run rounds of fixed shapes, compiled or recorded.
 
         The host reads what was decided once; where that pays, while the next round runs.
         """
-        launched = self._launch(None)
+        launched = self._launch(rounds, None)
         while True:
             (accepted, arriving, drafts), launched = launched, None
             if drafts is not None and runs_ahead(self.root.device):
-                launched = self._launch(drafts)
+                launched = self._launch(rounds, drafts)
             outcome = arriving()
             self.clock.mark("accept")
             if drafts is None:
                 self._commit(replace(accepted, tokens=outcome.tokens))
             yield outcome
-            launched = launched or self._launch(drafts)
+            launched = launched or self._launch(rounds, drafts)
 
     def _launch(
-        self, drafts: DraftTree | None
+        self, rounds: recorded.StaticRounds, drafts: DraftTree | None
     ) -> tuple[Accepted, Callable[[], Outcome], DraftTree | None]:
         """Begin a static round over `drafts`, or over new ones; its outcome is on its way.
 
@@ -403,10 +406,7 @@ class _RunningBatch:
         if drafts is None:
             tree = recorded.propose(self.target, self.proposer, self.root, self.draws)
             drafts = self._checked(tree)
-        assert isinstance(self.cache, StaticCache)
-        accepted, packed, drafts = recorded.run(
-            self.target, self.proposer, drafts, self.cache, self.draws
-        )
+        accepted, packed, drafts = rounds.run(self.target, self.proposer, drafts, self.draws)
         self.clock.mark("verify")
         return accepted, packed.fetch(), drafts
 
@@ -445,8 +445,8 @@ class _RunningBatch:
         # With no row left the loop ends, and `finish` releases the state.
         if not going or not ended:
             return
-        if isinstance(self.cache, StaticCache):
-            self.cache.stop(ended)
+        if self.static is not None:
+            self.static.cache.stop(ended)
             self.proposer.stop(ended)
             return
         places = [row.place for row in going]

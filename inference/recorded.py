@@ -2,8 +2,8 @@
 
 A round verifies a tree, commits what was accepted, and drafts the next tree. What goes from one
 round to the next has a place of its own: the tree, the choices (`Draws`), and the caches of target
-and drafter (`StaticCache`). So the kernels of one round can be recorded, and launched again without
-Python in every later round of the same form, of this batch or of another one.
+and drafter (`StaticTreeCache`). So the kernels of one round can be recorded, and launched again
+without Python in every later round of the same form, of this batch or of another one.
 
 Nothing here chooses a token: a recorded round runs the operators of `one_round`, in their order. On
 a CPU rounds are compiled, as two functions, so that no drafts are made after the end of a reply.
@@ -25,14 +25,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..heads.errors import first_line
+from .base.settings import Sampling
 from .rounds.accept import judge
+from .rounds.cache import Pool, StaticTreeCache, TreeCache
 from .rounds.outcome import Accepted, Hidden, Packed
 from .rounds.sampling import Draws
 from .rounds.tree import DraftTree, Pass
 
 if TYPE_CHECKING:
     from .proposers.contract import Proposer
-    from .rounds.cache import StaticCache, TreeCache
     from .targets.causal_model import CausalModel
 
 log = logging.getLogger(__name__)
@@ -172,7 +173,7 @@ class RecordedRound:
         target: CausalModel,
         proposer: Proposer,
         tree: DraftTree,
-        cache: StaticCache,
+        cache: StaticTreeCache,
         draws: Draws,
     ) -> StaticRound:
         """Return what `one_round` does. What it returned before has been overwritten then.
@@ -195,16 +196,16 @@ class RecordedRound:
         self._calls += 1
         if self._result is not None:
             self._recorder.replay()
-            result = self._result
+            accepted, packed = self._result
         elif self._calls == WARM_UP + 1 and (recorded := self._record(body)) is not None:
-            result = recorded
+            accepted, packed = recorded
         else:
             if self._calls == WARM_UP + 1:
                 self._undo(proposer, cache)
-            result = self._recorder.warm_up(body)
+            accepted, packed = self._recorder.warm_up(body)
         # The roots have moved on, which no code of Python has noticed.
         draws.forget_noise()
-        return *result, self._place if proposer.traceable else None
+        return accepted, packed, self._place if proposer.traceable else None
 
     def _record(
         self, body: Callable[[], tuple[Accepted, Packed]]
@@ -221,7 +222,7 @@ class RecordedRound:
             log.warning("rounds are not recorded as a CUDA graph: %s", first_line(error))
         return self._result
 
-    def _undo(self, proposer: Proposer, cache: StaticCache) -> None:
+    def _undo(self, proposer: Proposer, cache: StaticTreeCache) -> None:
         """Forget a recording that has stopped somewhere: none of its kernels has run."""
         for used in (cache, proposer.own_cache):
             if used is not None:
@@ -236,26 +237,61 @@ class RecordedRound:
             setattr(proposer, name, place)
 
 
-def run(
-    target: CausalModel, proposer: Proposer, tree: DraftTree, cache: StaticCache, draws: Draws
-) -> StaticRound:
-    """Return what `one_round` does, from a recording, or compiled and without the next drafts.
+class StaticRounds:
+    """Rounds over one static cache, of one batch after another, and what has its place with it."""
 
-    `draws` are those of `StaticCache.place_draws`. Recorded rounds are kept with the cache whose
-    addresses they read, as long as there is their owner (`Proposer.owner_of_rounds`).
-    """
-    recorder = recorder_for(cache.device)
-    if recorder is None:
-        if tree.shape is not None:
-            _ = tree.tables  # they are kept for a shape, and need not be made in the function
-        function = compiled(verify, target, proposer.taps)
-        return *function(target, tree, cache, draws, proposer.taps), None
-    rounds = cache.recorded.setdefault(proposer.owner_of_rounds(target), {})
-    kind = proposer.traceable, proposer.taps
-    key = (*kind, *tree.form, draws.sampling, proposer.plan, proposer.own_cache)
-    if key not in rounds:
-        rounds[key] = RecordedRound(recorder(), tree, proposer)
-    return rounds[key](target, proposer, tree, cache, draws)
+    def __init__(self, cache: StaticTreeCache) -> None:
+        self.cache, self.size = cache, cache.size
+        self.recorded: WeakKeyDictionary[Any, dict[Any, RecordedRound]] = WeakKeyDictionary()
+        """By owner (`Proposer.owner_of_rounds`), as long as there is one, and form."""
+        self.draws: dict[Sampling, Draws] = {}
+        """Choices at their places."""
+
+    def reset(self) -> None:
+        """Make ready for another batch."""
+        self.cache.reset()
+
+    def place(self, draws: Draws) -> Draws:
+        """Return the choices of a new batch over tensors that stay where they are."""
+        if draws.sampling not in self.draws:
+            self.draws[draws.sampling] = draws.placed(self.cache.capacity)
+        placed = self.draws[draws.sampling]
+        placed.take(draws)
+        return placed
+
+    def run(
+        self, target: CausalModel, proposer: Proposer, tree: DraftTree, draws: Draws
+    ) -> StaticRound:
+        """Return what `one_round` does, from a recording, or compiled and without the next drafts.
+
+        `draws` are those of `place`.
+        """
+        recorder = recorder_for(self.cache.device)
+        if recorder is None:
+            if tree.shape is not None:
+                _ = tree.tables  # they are kept for a shape, and need not be made in the function
+            function = compiled(verify, target, proposer.taps)
+            return *function(target, tree, self.cache, draws, proposer.taps), None
+        rounds = self.recorded.setdefault(proposer.owner_of_rounds(target), {})
+        kind = proposer.traceable, proposer.taps
+        key = (*kind, *tree.form, draws.sampling, proposer.plan, proposer.own_cache)
+        if key not in rounds:
+            rounds[key] = RecordedRound(recorder(), tree, proposer)
+        return rounds[key](target, proposer, tree, self.cache, draws)
+
+
+_POOLS: WeakKeyDictionary[CausalModel, Pool[StaticRounds]] = WeakKeyDictionary()
+
+
+def pool_of(target: CausalModel) -> Pool[StaticRounds]:
+    """Return the static rounds of a target that no batch uses now."""
+    # The pool lasts as long as the target, and must not hold it.
+    device, layers = target.device, target.layers_with_keys
+
+    def make(batch: int, capacity: int) -> StaticRounds:
+        return StaticRounds(StaticTreeCache(batch, capacity, device, layers))
+
+    return _POOLS.setdefault(target, Pool(make))
 
 
 def propose(target: CausalModel, proposer: Proposer, root: Tensor, draws: Draws) -> DraftTree:

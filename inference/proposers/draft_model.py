@@ -18,7 +18,7 @@ from torch import Tensor
 from ...heads.artifact import Artifact
 from ...heads.draft_model import DraftModel
 from ..base.tree_settings import TREE_SETTINGS, TreeSettings
-from ..rounds.cache import Counts, KeptCache
+from ..rounds.cache import Counts
 from ..rounds.device import row_of, send
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree
@@ -56,8 +56,8 @@ class DraftModelProposer(CachedProposer):
         # In a recording what recurrent layers keep of the last drafts would have to stay in place.
         self.traceable = not model.mixers
         self._known, self._stand_in = known, stand_in
-        super().__init__(settings.or_else(length=DEFAULT_LENGTH, width=1), model.device)
-        self._kept = KeptCache(model.layers_with_keys)
+        settings = settings.or_else(length=DEFAULT_LENGTH, width=1)
+        super().__init__(settings, model.device, model.layers_with_keys)
         # [B]: the token before the root
         self._before: Tensor
         # Tokens that each row runs next: the root, and before it the one that its cache may lack

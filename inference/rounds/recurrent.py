@@ -155,9 +155,11 @@ class RecurrentState:
         for start in range(0, count, size):
             piece = slice(start, start + size)
             part = Terms(
-                *(x[:, :, :, piece] for x in (terms.queries, terms.keys, terms.values)),
-                decays[:, :, :, piece],
-                strength[:, :, :, piece],
+                queries=terms.queries[:, :, :, piece],
+                keys=terms.keys[:, :, :, piece],
+                values=terms.values[:, :, :, piece],
+                decays=decays[:, :, :, piece],
+                strength=strength[:, :, :, piece],
             )
             length = part.keys.shape[3]
             see = causal[:length, :length][None, None, None]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ...heads.errors import UserError, first_line
 from ...heads.layout import dtype_name
 from ...heads.pretrained import known_reason
-from ..rounds.cache import Counts, KeptCache, TreeCache
+from ..rounds.cache import Counts, TreeCache, Window
 from ..rounds.device import send
 from ..rounds.outcome import Hidden
 from ..rounds.recurrent import RecurrentStates
@@ -75,7 +75,6 @@ class CausalModel(ModelHead):
         """Bytes of matrices that are no parameters of `model` any more (`pack`)."""
         self.compiled = False
         """True if rounds run over caches of fixed shapes, as functions that are compiled once."""
-        self.kept_cache = KeptCache(self.layers_with_keys)
         self.masks_packed_rows = False
         """True for models that keep documents of a row apart only by `packed_mask`: GPT-OSS."""
         self.attends_in_documents = False
@@ -126,26 +125,25 @@ class CausalModel(ModelHead):
         """
         layout = layout or Pass()
         positions, mask, spans = layout.positions, None, None
+        window = None if cache is None else cache.open(ids.shape[1], text=layout.depths is None)
         if layout.depths is not None:
-            assert cache is not None, "tree nodes follow the positions of a cache"
+            assert cache is not None and window is not None, "tree nodes follow a cache's positions"
             ids = ids.clamp(0, self.vocab_size - 1)
             slots = layout.undecided_depths.shape[1]
             in_tree = cache.positions(layout.depths, slots, self.max_positions - 1)
-            mask = layout if self._kernels_take(ids) else self.tree_mask(layout, in_tree, cache)
+            mask = layout if self._kernels_take(ids) else self.tree_mask(layout, in_tree, window)
             positions = in_tree.expand(len(ids), -1) if positions is None else positions
         if layout.documents is not None and self.attends_in_documents:
             spans = spans_of(layout.documents)
-        elif cache is not None:
-            cache.open(ids.shape[1], masked=mask is not None)
-        elif positions is not None and self.masks_packed_rows:
+        elif window is None and positions is not None and self.masks_packed_rows:
             mask = packed_mask(positions, self.dtype, self.window, self._mixed)
         decoder: Any = self.decoder
         # transformers makes the masks of sliding windows for whole texts.
         windowed_text = mask is None and self._sliding
-        if self.fused is not None and cache is not None and not windowed_text:
+        if self.fused is not None and window is not None and not windowed_text:
             decoder = self.fused
             if positions is None:
-                start = cache.get_seq_length()
+                start = window.get_seq_length()
                 positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
         with ExitStack() as stack:
             apart = layout.documents is not None or self._has_written(layout)
@@ -156,7 +154,7 @@ class CausalModel(ModelHead):
                 stack.enter_context(over(states, layout.complete(ids)))
             if spans is not None:
                 stack.enter_context(in_documents(decoder))
-            hidden = Hidden(*run_decoder(decoder, ids, positions, mask, cache, taps, spans))
+            hidden = Hidden(*run_decoder(decoder, ids, positions, mask, window, taps, spans))
         if self.spread == "devices":  # each layer's states lie where the layer does
             return hidden.map(lambda states: states.to(self.device))
         return hidden
@@ -276,15 +274,15 @@ class CausalModel(ModelHead):
             cache.commit(here)
         return outputs[0] if len(outputs) == 1 else Hidden.joined(outputs)
 
-    def tree_mask(self, tree: Pass, positions: Tensor, cache: TreeCache) -> Any:
+    def tree_mask(self, tree: Pass, positions: Tensor, window: Window) -> Any:
         """Return the mask of tree nodes, in this model's dtype, with its windows; None: none."""
         # A single node that sees all slots needs no mask: without one it sees what the cache gives.
         # That is all it may see only if rows are equally long and no slot given is out of use.
         all_seen = tree.visible is None or tree.visible.shape[2] == 1
-        if positions.shape[1] == 1 and all_seen and cache.uniform:
+        if positions.shape[1] == 1 and all_seen and window.cache.uniform:
             return None
         return tree_mask(
-            tree, positions, cache, dtype=self.dtype, window=self.window, mixed=self._mixed
+            tree, positions, window, dtype=self.dtype, sliding=self.window, mixed=self._mixed
         )
 
     @torch.no_grad()
@@ -356,7 +354,7 @@ class CausalModel(ModelHead):
             written=torch.ones_like(positions, dtype=torch.bool),
         )
         prompts = self.forward(ids[:, :PROMPT], layout, cache, taps)
-        assert len(cache) == self.stateful_layers, "some layers keep no state"
+        assert cache.layers == self.stateful_layers, "some layers keep no state"
         cache.commit(lengths)
         first = cache.starts()[:, None] + start
         in_tree = Pass(
@@ -421,14 +419,14 @@ def run_decoder(
     ids: Tensor,
     positions: Tensor | None,
     mask: Any,
-    cache: TreeCache | None,
+    window: Window | None,
     taps: tuple[int, ...],
     documents: Spans | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the last hidden state and the `taps` of a transformers decoder or a fused one."""
     if isinstance(decoder, FusedDecoder):
-        assert positions is not None and cache is not None
-        return decoder(ids, positions, mask, cache, taps)
+        assert positions is not None and window is not None
+        return decoder(ids, positions, mask, window, taps)
     # Only the tapped states are kept, since all of them hold the memory of every layer. Before 5.23
     # transformers keeps all, and takes a list for numbers of layers, which are one lower.
     kept = (list(taps) or False) if TAPS_BY_NUMBER else bool(taps)
@@ -436,8 +434,8 @@ def run_decoder(
         input_ids=ids,
         position_ids=positions,
         attention_mask=mask,
-        past_key_values=cache,
-        use_cache=cache is not None,
+        past_key_values=window,
+        use_cache=window is not None,
         output_hidden_states=kept,
         **({} if documents is None else {"documents": documents}),
     )

@@ -24,7 +24,7 @@ from ...heads.layers import Attend, DecoderLayer
 from ..kernels import operators
 from ..kernels.trial import attention_fault
 from ..rounds.attention import FEW, attention_over
-from ..rounds.cache import TreeCache
+from ..rounds.cache import TreeCache, Window
 from .masks import Pass
 from .packed import is_plain
 
@@ -65,13 +65,12 @@ class FusedDecoder:
         ids: Tensor,
         positions: Tensor,
         mask: Any,
-        cache: TreeCache,
+        window: Window,
         taps: Sequence[int] = (),
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the last hidden state `[B, N, H]` and the `taps` of the positions `ids` `[B, N]`.
 
-        `mask` is that of `CausalModel.forward`; None: each position sees all before it. `cache` is
-        open for N positions.
+        `mask` is that of `CausalModel.forward`; None: each position sees all before it.
         """
         states = self._embed(ids)
         cosines, sines = self._rotary(states, positions)
@@ -79,12 +78,12 @@ class FusedDecoder:
         step: TorchStep | KernelStep
         if isinstance(mask, Pass):
             seen = {kind: Seen(mask, self._windows[kind]) for kind in set(self._kinds)}
-            step = KernelStep(rotary, cache, [seen[kind] for kind in self._kinds])
+            step = KernelStep(rotary, window.cache, [seen[kind] for kind in self._kinds])
         else:
             attends = {}
             for kind in set(self._kinds):
                 of_kind = mask[kind] if isinstance(mask, dict) else mask
-                attends[kind] = attention_over(cache, of_kind, causal=mask is None)
+                attends[kind] = attention_over(window, of_kind, causal=mask is None)
             step = TorchStep(rotary, [attends[kind] for kind in self._kinds])
         tapped: dict[int, Tensor] = {}
         normed = step.first(states, self._norms[0])
@@ -180,7 +179,7 @@ class KernelStep:
 
 
 class Seen:
-    """Slots that the nodes of a tree see; the cache is open for them."""
+    """Slots that the nodes of a tree see."""
 
     def __init__(self, tree: Pass, window: int | None) -> None:
         assert tree.depths is not None

@@ -22,7 +22,8 @@ from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from ..rounds.cache import TreeCache, visible_slots
+from ..rounds.attention import visible_slots
+from ..rounds.cache import Window
 from ..rounds.device import send
 from ..rounds.tree import Pass
 
@@ -39,13 +40,13 @@ def with_replies(starts: Sequence[int], count: int) -> Pass:
     return Pass(written=torch.arange(count) >= torch.tensor(starts)[:, None])
 
 
-def packed_mask(positions: Tensor, dtype: torch.dtype, window: int | None, mixed: bool) -> Any:
+def packed_mask(positions: Tensor, dtype: torch.dtype, sliding: int | None, mixed: bool) -> Any:
     """Return the mask `[B, 1, S, S]` of packed rows: causal, and no document sees another.
 
     The mask is additive (0 = visible) and has `dtype`. A document begins wherever `positions`
-    `[B, S]` do not go on by one. `window` is that of a model with sliding layers, which see only
-    keys less than so many positions back; None for a model without. A `mixed` model has both kinds
-    of layers and takes a dict with a mask for each, under transformers' names.
+    `[B, S]` do not go on by one. `sliding` is the window of a model with sliding layers, which see
+    only keys less than so many positions back; None for a model without. A `mixed` model has both
+    kinds of layers and takes a dict with a mask for each, under transformers' names.
     """
     begins = functional.pad(positions[:, 1:] != positions[:, :-1] + 1, (1, 0))
     # Example: positions 0 1 2 0 1 begin a document at index 3 and have the documents 0 0 0 1 1.
@@ -53,11 +54,11 @@ def packed_mask(positions: Tensor, dtype: torch.dtype, window: int | None, mixed
     order = torch.arange(positions.shape[1], device=positions.device)
     see = (document[:, :, None] == document[:, None, :]) & (order[:, None] >= order)
     full = _additive(see, dtype)
-    if window is None:
+    if sliding is None:
         return full
     # `order` counts along the packed row. Within a document that is the distance of the positions,
     # and other documents are hidden already.
-    return _by_kind(full, order[:, None] - order >= window, mixed)
+    return _by_kind(full, order[:, None] - order >= sliding, mixed)
 
 
 def _additive(see: Tensor, dtype: torch.dtype) -> Tensor:
@@ -76,32 +77,32 @@ def _by_kind(full: Tensor, far: Tensor, mixed: bool) -> Any:
 def tree_mask(
     tree: Pass,
     positions: Tensor,
-    cache: TreeCache,
+    window: Window,
     *,
     dtype: torch.dtype,
-    window: int | None,
+    sliding: int | None,
     mixed: bool,
 ) -> Any:
     """Return the mask `[1 | B, 1, N, slots]` of tree nodes at `positions` `[1 | B, N]`.
 
-    `window` and `mixed` are as in `packed_mask`. The mask is additive, since every attention
+    `sliding` and `mixed` are as in `packed_mask`. The mask is additive, since every attention
     implementation that takes a 4D mask takes an additive one.
     """
     visible = tree.visible
     slot_depths = tree.undecided_depths
     count = positions.shape[1]
-    width, undecided = cache.seen(count), slot_depths.shape[1]
+    cache, undecided = window.cache, slot_depths.shape[1]
     if visible is None:
         visible = torch.ones(1, count, undecided, dtype=torch.bool, device=positions.device)
-    if cache.uniform and window is None:
+    if cache.uniform and sliding is None:
         # Equally long rows have the tree in the same columns: `visible` has one for every undecided
         # slot, those of earlier passes too. All before it is committed, hence visible (0).
         return functional.pad(_additive(visible, dtype), (cache.longest, 0))
-    full = _additive(visible_slots(visible, cache, width), dtype)
-    if window is None:
+    full = _additive(visible_slots(visible, window), dtype)
+    if sliding is None:
         return full
     starts = cache.row_starts()
-    slots = torch.arange(width, device=visible.device)[None]
+    slots = torch.arange(window.width, device=visible.device)[None]
     undecided_index = slots - starts[:, None]  # negative: the slot is committed
     # Slots outside of the undecided ones have no depth. What they read is replaced (committed
     # slots) or hidden in `full` already (slots after the tree).
@@ -112,7 +113,7 @@ def tree_mask(
     # one is at its depth, which siblings share.
     key_positions = torch.where(undecided_index < 0, slots, starts[:, None] + depths)
     # Example: with a window of 4 the node at position 9 sees the positions 6 to 9.
-    near = positions[..., None] - key_positions[:, None] < window
+    near = positions[..., None] - key_positions[:, None] < sliding
     return _by_kind(full, ~near[:, None], mixed)
 
 

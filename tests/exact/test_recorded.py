@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from draftsmith.inference import decode as loop
+from draftsmith.inference import recorded
 from draftsmith.inference.base.settings import Sampling, TargetConfig
 from draftsmith.inference.base.tree_settings import TreeSettings
 from draftsmith.inference.decode import Request, generate
@@ -99,7 +100,7 @@ def test_requests_follow_one_another_in_one_recording(
     name: str, ways: tuple[str, ...] | None, tapes: list[Tape], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts of different lengths, one, three and eight at a time, as plain decoding has it."""
-    monkeypatch.setattr(cache_module.KeptCache, "MOST", 9)
+    monkeypatch.setattr(cache_module.Pool, "MOST", 9)
     target, drafters = models(ways)
     batches = [[[5, 9, 33, 7]], [[12, 6]], [[7, 7, 7, 8, 41]], [[40, 41, 42]]]
     batches += [[[5, 9, 33], [12], [8, 8, 8, 8]], [[3, 4], [5], [6, 7, 8]]]
@@ -117,8 +118,9 @@ def test_requests_follow_one_another_in_one_recording(
                 assert texts[0] == texts[1], (way, prompts)
         if proposer.traceable:
             owner = proposer.owner_of_rounds(target)
-            caches = [c for c in target.kept_cache._caches.values() if owner in c.recorded]
-            assert len(tapes) == len(caches) < len(batches), (way, "one recording for each size")
+            kept = recorded.pool_of(target).kept.values()
+            sizes = [rounds.size for rounds in kept if owner in rounds.recorded]
+            assert len(tapes) == len(sizes) < len(batches), (way, "one recording for each size")
 
 
 @pytest.mark.parametrize(
@@ -145,20 +147,20 @@ def test_memory_read_by_a_recording_is_neither_freed_nor_moved(
         assert without_times(run(target, proposer, sampling)) == expected, way
         owner = proposer.owner_of_rounds(target)
         rounds = [
-            (cache, found)
-            for cache in target.kept_cache._caches.values()
-            for found in cache.recorded.get(owner, {}).values()
+            (kept, found)
+            for kept in recorded.pool_of(target).kept.values()
+            for found in kept.recorded.get(owner, {}).values()
             if found._result is not None
         ]
         assert rounds, way
-        for cache, found in rounds:
-            kept = found.outside.kept.keys()
-            assert found._recorder.outside <= kept, way
-            (draws,) = cache._draws.values()
-            fixed = [draws.lengths, found._place.tokens, cache.starts()]
-            for state in cache.states.values():
+        for kept, found in rounds:
+            held = found.outside.kept.keys()
+            assert found._recorder.outside <= held, way
+            (draws,) = kept.draws.values()
+            fixed = [draws.lengths, found._place.tokens, kept.cache.starts()]
+            for state in kept.cache.states.values():
                 fixed += [state.keys, state.values]
-            assert {storage(x) for x in fixed} <= kept, way
+            assert {storage(x) for x in fixed} <= held, way
 
 
 def drawn(rng: random.Random, target: Target) -> Proposer:
@@ -215,14 +217,15 @@ def test_a_cache_that_is_dropped_is_freed_at_once(tapes: list[Tape]) -> None:
     target, drafters = models()
     target.compiled = True
     generate(target, drafters["eagle3 tree"], [[5, 6, 7]], 12, eos_ids=frozenset())
-    (cache,) = target.kept_cache._caches.values()
-    assert any(cache.recorded.values())
-    gone = weakref.ref(cache.states[0])
+    pool = recorded.pool_of(target)
+    (kept,) = pool.kept.values()
+    assert any(kept.recorded.values())
+    gone = weakref.ref(kept.cache.states[0])
     tapes.clear()
     gc.disable()
     try:
-        del cache
-        target.kept_cache._caches.clear()
+        del kept
+        pool.kept.clear()
         assert gone() is None
     finally:
         gc.enable()

@@ -87,8 +87,6 @@ def test_slots_go_to_the_device_of_each_layer() -> None:
     """A target spread over devices writes a layer where it lies; "meta" stands for the other."""
     cache = TreeCache(2, 8, "cpu")
     cache.commit([1, 3])
-    cache.open(2, masked=True)
-    moved: Any = cache._slots_on(torch.device("meta"))
+    moved: Any = cache.open(2)._slots_on(torch.device("meta"))
     assert moved.device.type == "meta" and moved.shape == (2, 2)
-    cache.open(2, masked=True)
-    assert cache._slots_on(torch.device("cpu")).tolist() == [[1, 2], [3, 4]]
+    assert cache.open(2)._slots_on(torch.device("cpu")).tolist() == [[1, 2], [3, 4]]

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.inference.rounds.cache import StaticCache, TreeCache
+from draftsmith.inference.rounds.cache import StaticTreeCache, TreeCache
 from draftsmith.inference.rounds.tree import NO_NODE, DraftTree, TreeShape, tables_of
 from draftsmith.inference.targets.masks import Pass
 from tests.conftest import tiny_target
@@ -71,12 +71,12 @@ def test_the_mask_shows_committed_positions_ancestors_and_self_only() -> None:
     cache = TreeCache(1, 16)
     cache.commit([2])
     nodes = Pass(depths=tables.depths, visible=tables.ancestors)
-    mask = tiny_target().tree_mask(nodes, 2 + tables.depths, cache)
+    mask = tiny_target().tree_mask(nodes, 2 + tables.depths, cache.open(4))
     seen = [[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 1, 0], [1, 1, 1, 1, 0, 1]]
     assert (mask[0, 0] == 0).int().tolist() == seen
-    static = StaticCache(1, 8)
+    static = StaticTreeCache(1, 8)
     static.commit([2])
-    mask = tiny_target().tree_mask(nodes, 2 + tables.depths, static)
+    mask = tiny_target().tree_mask(nodes, 2 + tables.depths, static.open(4))
     assert (mask[0, 0] == 0).int().tolist() == [[*row, 0, 0] for row in seen]
 
 
@@ -86,14 +86,14 @@ def test_tree_mask_handles_row_lengths_and_sliding_windows() -> None:
     cache.commit([1, 3])
     positions = torch.tensor([[1], [3]]) + tables.depths
     nodes = Pass(depths=tables.depths, visible=tables.ancestors)
-    mask = tiny_target().tree_mask(nodes, positions, cache)
+    mask = tiny_target().tree_mask(nodes, positions, cache.open(3))
     assert (mask[:, 0] == 0).int().tolist() == [
         [[1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [1, 1, 0, 1, 0, 0]],
         [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 1]],
     ]
     target = architecture("gemma3")
     target.config.sliding_window = 3
-    both = target.tree_mask(nodes, positions, cache)
+    both = target.tree_mask(nodes, positions, cache.open(3))
     assert torch.equal(both["full_attention"] == 0, mask == 0)
     assert (both["sliding_attention"][1, 0] == 0).int().tolist() == [
         [0, 1, 1, 1, 0, 0],

@@ -21,9 +21,8 @@ from ..base.tree_settings import TREE_SETTINGS, TreeSettings
 from ..rounds.cache import Counts
 from ..rounds.device import row_of, send
 from ..rounds.sampling import Draws
-from ..rounds.tree import DraftTree
+from ..rounds.tree import DraftTree, Pass
 from ..targets.causal_model import CausalModel, bytes_of
-from ..targets.masks import Pass
 from ..targets.target import Target
 from .cached import CachedProposer
 from .contract import Accepted, Prompts

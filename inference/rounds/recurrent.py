@@ -88,7 +88,7 @@ class RecurrentState:
             self.added = Added(*(x.index_select(0, index) for x in self.added.parts()))
 
     def convolve(
-        self, new: Tensor, weight: Tensor, layout: Pass, bias: Tensor | None = None
+        self, new: Tensor, weight: Tensor, places: Pass, bias: Tensor | None = None
     ) -> Tensor:
         """Return the convolution `[B, N, C]` of inputs `new` `[B, N, C]` by `weight` `[W, C]`.
 
@@ -101,8 +101,8 @@ class RecurrentState:
             self.inputs = new.new_zeros(batch, width - 1, channels)
         parts = [self.inputs] if self.new_inputs is None else [self.inputs, self.new_inputs]
         every = torch.cat([*parts, new], 1)
-        if layout.counts is not None:
-            near = layout.documents
+        if places.counts is not None:
+            near = places.documents
             before = None if near is None else functional.pad(near, (width - 1, 0), value=-1)
             mixed = torch.zeros_like(new, dtype=wide) if bias is None else bias.to(wide)
             for back in range(width):
@@ -111,10 +111,10 @@ class RecurrentState:
                     read = read * (before[:, back : back + count] == near)[..., None]
                 mixed = mixed + read * weight[back]
             if near is None:
-                self.inputs.copy_(_windows_after(every, layout.counts, width - 1))
+                self.inputs.copy_(_windows_after(every, places.counts, width - 1))
             return mixed.to(new.dtype)
         self.new_inputs = every[:, width - 1 :]
-        windows = layout.windows(width)
+        windows = places.windows(width)
         if len(windows) == 1:
             read = every[:, windows[0]]
         else:
@@ -123,7 +123,7 @@ class RecurrentState:
         mixed = (read * weight).sum(2)
         return (mixed if bias is None else mixed + bias.to(wide)).to(new.dtype)
 
-    def recur(self, terms: Terms, delta: bool, layout: Pass) -> Tensor:
+    def recur(self, terms: Terms, delta: bool, places: Pass) -> Tensor:
         """Return what the positions read, `[B, G, R, N, V]`.
 
         `delta`: values are corrected by what the matrix holds for their keys.
@@ -131,11 +131,11 @@ class RecurrentState:
         if self.matrix is None:
             shape = *terms.values.shape[:3], terms.keys.shape[-1], terms.values.shape[-1]
             self.matrix = terms.values.new_zeros(shape)
-        if layout.counts is not None:
-            return self._over_text(terms, delta, layout.counts, layout.documents)
-        assert layout.visible is not None
+        if places.counts is not None:
+            return self._over_text(terms, delta, places.counts, places.documents)
+        assert places.visible is not None
         read, self.added = over_nodes(
-            self.matrix, self.added, terms, delta, layout.visible[:, None, None]
+            self.matrix, self.added, terms, delta, places.visible[:, None, None]
         )
         return read
 

@@ -25,7 +25,8 @@ from ..kernels import operators
 from ..kernels.trial import attention_fault
 from ..rounds.attention import FEW, attention_over
 from ..rounds.cache import TreeCache, Window
-from .masks import Pass
+from ..rounds.tree import Pass
+from .masks import Masks
 from .packed import is_plain
 
 # Names of all modules with weights. A model with any other is not of Llama's form.
@@ -58,32 +59,34 @@ class FusedDecoder:
         self._norms = [FusedNorm(layer.input_layernorm) for layer in layers]
         self._norm = FusedNorm(decoder.norm)
         self.takes_trees = False
-        """True if passes over trees are given as a `Pass`, and run by the kernels."""
+        """True if passes over trees are run by the kernels."""
 
     def __call__(
         self,
         ids: Tensor,
         positions: Tensor,
-        mask: Any,
+        places: Pass,
+        masks: Masks | None,
         window: Window,
         taps: Sequence[int] = (),
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the last hidden state `[B, N, H]` and the `taps` of the positions `ids` `[B, N]`.
 
-        `mask` is that of `CausalModel.forward`; None: each position sees all before it.
+        Without `masks` each position sees all before it, but for nodes that the kernels take, which
+        see what `places` says.
         """
         states = self._embed(ids)
         cosines, sines = self._rotary(states, positions)
         rotary = cosines[:, :, None], sines[:, :, None]
         step: TorchStep | KernelStep
-        if isinstance(mask, Pass):
-            seen = {kind: Seen(mask, self._windows[kind]) for kind in set(self._kinds)}
+        if places.depths is not None and self.takes(ids):
+            seen = {kind: Seen(places, self._windows[kind]) for kind in set(self._kinds)}
             step = KernelStep(rotary, window.cache, [seen[kind] for kind in self._kinds])
         else:
             attends = {}
             for kind in set(self._kinds):
-                of_kind = mask[kind] if isinstance(mask, dict) else mask
-                attends[kind] = attention_over(window, of_kind, causal=mask is None)
+                mask = masks and (masks.full if self._windows[kind] is None else masks.sliding)
+                attends[kind] = attention_over(window, mask, causal=masks is None)
             step = TorchStep(rotary, [attends[kind] for kind in self._kinds])
         tapped: dict[int, Tensor] = {}
         normed = step.first(states, self._norms[0])

@@ -40,8 +40,7 @@ from draftsmith.inference.proposers.draft_model import DraftModelProposer
 from draftsmith.inference.proposers.ngram import PlainDecoding
 from draftsmith.inference.proposers.registry import load_proposer
 from draftsmith.inference.rounds.cache import StaticTreeCache, TreeCache
-from draftsmith.inference.rounds.tree import TreeShape
-from draftsmith.inference.targets.masks import Pass
+from draftsmith.inference.rounds.tree import Pass, TreeShape
 from draftsmith.inference.targets.target import Target, load_for_decoding
 
 NODES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)

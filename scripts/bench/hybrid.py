@@ -31,8 +31,7 @@ from transformers import (
 )
 
 from draftsmith.inference.rounds.cache import Counts, TreeCache
-from draftsmith.inference.rounds.tree import TreeShape
-from draftsmith.inference.targets.masks import Pass
+from draftsmith.inference.rounds.tree import Pass, TreeShape
 from draftsmith.inference.targets.target import Target
 
 SIZES: dict[str, Any] = dict(

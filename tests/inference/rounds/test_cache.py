@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.inference.rounds.cache import Pool, StaticTreeCache, TreeCache
-from draftsmith.inference.rounds.tree import TreeShape
-from draftsmith.inference.targets.masks import Pass
+from draftsmith.inference.rounds.tree import Pass, TreeShape
 from draftsmith.inference.targets.target import Target
 from tests.conftest import tiny_target
 from tests.helpers.architectures import architecture

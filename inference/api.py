@@ -460,7 +460,7 @@ def load(
     loaded = _loaded(target, tokenizer, options)
     if compile:
         prepare_to_compile(loaded.device)
-        loaded.compiled = True
+        loaded.static = True
     if isinstance(named, str):
         tuned = None
         if profile is not None:

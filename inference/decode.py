@@ -202,9 +202,9 @@ def decode(
                 recorded.pool_of(target).put(batch.static)
 
 
-def pays_to_compile(device: torch.device, rows: int) -> bool:
-    """Return True if compiled rounds are faster for a batch of `rows`."""
-    # On a CPU a batch of 16 has 0.85 times the speed of rounds that are not compiled, since
+def static_pays(device: torch.device, rows: int) -> bool:
+    """Return True if static rounds are faster for a batch of `rows`."""
+    # On a CPU a batch of 16 has 0.85 times the speed of rounds that are not static, since
     # attention goes over the whole buffer of every row.
     return device.type == "cuda" or rows == 1
 
@@ -287,7 +287,7 @@ class _RunningBatch:
         batch, device = len(self.rows), self.target.device
         # A graph is of one device.
         whole = device.type != "cuda" or self.target.spread == "whole"
-        if self.target.compiled and whole and pays_to_compile(device, batch):
+        if self.target.static and whole and static_pays(device, batch):
             # A row may end with a whole path more; a round that is launched ahead adds another, and
             # drafts after its tree. Powers of two: few capacities, so that few shapes are compiled
             # or recorded. 300 becomes 512, and 512 stays.

@@ -68,26 +68,6 @@ def verify(
     return accepted, packed
 
 
-StaticRound = tuple[Accepted, Packed, DraftTree | None]
-"""What was accepted, on the device, and the next drafts.
-
-A proposer that needs the host is left out of the round: there are no drafts then, and what was
-accepted has not been committed to it.
-"""
-
-
-def one_round(
-    target: CausalModel, proposer: Proposer, tree: DraftTree, cache: TreeCache, draws: Draws
-) -> StaticRound:
-    """Verify `tree`, commit what was accepted, and draft again; the host reads nothing."""
-    accepted, packed = verify(target, tree, cache, draws, proposer.taps)
-    if not proposer.traceable:
-        return accepted, packed, None
-    assert accepted.bonus is not None
-    proposer.commit(accepted)
-    return accepted, packed, proposer.propose(accepted.bonus, draws)
-
-
 class CudaRecorder:
     """A CUDA graph of a function's kernels."""
 
@@ -156,61 +136,62 @@ class Outside(TorchDispatchMode):
         return result
 
 
-class RecordedRound:
-    """`one_round` for trees of one form, recorded the third time that it is asked for."""
+StaticRound = tuple[Accepted, Packed, DraftTree | None]
+"""Accepted path, outcome on the device, and the next drafts if the proposer is part of the round.
 
-    def __init__(self, recorder: Any, tree: DraftTree, proposer: Proposer) -> None:
+Otherwise the path has not been committed to the proposer either, which needs the host for that.
+"""
+
+
+class RecordedRound:
+    """Rounds over trees of one form, recorded the third time that there is one."""
+
+    def __init__(
+        self,
+        recorder: Any,
+        tree: DraftTree,
+        proposer: Proposer,
+        cache: StaticTreeCache,
+        draws: Draws,
+    ) -> None:
         """Make places for the tree and for the state of the proposer."""
-        self._recorder = recorder
+        self._recorder, self._cache, self._draws = recorder, cache, draws
         self._place = tree.clone()
         self._state = {name: getattr(proposer, name).clone() for name in proposer.left_for_commit}
         self._calls = 0
         self._result: tuple[Accepted, Packed] | None = None
         self.outside = Outside()
 
-    def __call__(
-        self,
-        target: CausalModel,
-        proposer: Proposer,
-        tree: DraftTree,
-        cache: StaticTreeCache,
-        draws: Draws,
-    ) -> StaticRound:
-        """Return what `one_round` does. What it returned before has been overwritten then.
-
-        `cache` and `draws` are the same in all calls.
-        """
+    def __call__(self, target: CausalModel, proposer: Proposer, tree: DraftTree) -> StaticRound:
+        """Verify `tree`, commit, and draft again. What was returned before is overwritten then."""
         if tree is not self._place:
             self._place.copy_(tree)
             self._keep_state(proposer)
 
         def body() -> tuple[Accepted, Packed]:
             # Of the round before: noise is a function of keys and positions, and is made again.
-            draws.forget_noise()
-            accepted, packed, drafts = one_round(target, proposer, self._place, cache, draws)
-            if drafts is not None:
-                self._place.copy_(drafts)
+            self._draws.forget_noise()
+            found = verify(target, self._place, self._cache, self._draws, proposer.taps)
+            if proposer.traceable:
+                accepted = found[0]
+                assert accepted.bonus is not None
+                proposer.commit(accepted)
+                self._place.copy_(proposer.propose(accepted.bonus, self._draws))
                 self._keep_state(proposer)
-            return accepted, packed
+            return found
 
-        self._calls += 1
         if self._result is not None:
             self._recorder.replay()
-            accepted, packed = self._result
-        elif self._calls == WARM_UP + 1 and (recorded := self._record(body)) is not None:
-            accepted, packed = recorded
-        else:
-            if self._calls == WARM_UP + 1:
-                self._undo(proposer, cache)
-            accepted, packed = self._recorder.warm_up(body)
+        elif self._calls == WARM_UP:
+            self._record(body, proposer)
+        accepted, packed = self._result or self._recorder.warm_up(body)
+        self._calls += 1
         # The roots have moved on, which no code of Python has noticed.
-        draws.forget_noise()
+        self._draws.forget_noise()
         return accepted, packed, self._place if proposer.traceable else None
 
-    def _record(
-        self, body: Callable[[], tuple[Accepted, Packed]]
-    ) -> tuple[Accepted, Packed] | None:
-        """Record a round; None where that is not possible, and rounds go on as they are.
+    def _record(self, body: Callable[[], tuple[Accepted, Packed]], proposer: Proposer) -> None:
+        """Record and run a round. Where that is not possible, rounds go on as they are.
 
         A model that asks the host for a number cannot be recorded, and CUDA says so. Its operators
         have run twice before: what fails is the recording, in whatever library.
@@ -220,15 +201,12 @@ class RecordedRound:
                 self._result = self._recorder.record(body)
         except Exception as error:  # noqa: BLE001
             log.warning("rounds are not recorded as a CUDA graph: %s", first_line(error))
-        return self._result
-
-    def _undo(self, proposer: Proposer, cache: StaticTreeCache) -> None:
-        """Forget a recording that has stopped somewhere: none of its kernels has run."""
-        for used in (cache, proposer.own_cache):
-            if used is not None:
-                used.drop()
-        for name, place in self._state.items():
-            setattr(proposer, name, place)
+            # The recording has stopped somewhere, and none of its kernels has run.
+            for used in (self._cache, proposer.own_cache):
+                if used is not None:
+                    used.drop()
+            for name, place in self._state.items():
+                setattr(proposer, name, place)
 
     def _keep_state(self, proposer: Proposer) -> None:
         """Move what a proposer has left for its next `commit` to where that is read."""
@@ -262,7 +240,7 @@ class StaticRounds:
     def run(
         self, target: CausalModel, proposer: Proposer, tree: DraftTree, draws: Draws
     ) -> StaticRound:
-        """Return what `one_round` does, from a recording, or compiled and without the next drafts.
+        """Run a round, from a recording, or compiled and without the next drafts.
 
         `draws` are those of `place`.
         """
@@ -276,8 +254,8 @@ class StaticRounds:
         kind = proposer.traceable, proposer.taps
         key = (*kind, *tree.form, draws.sampling, proposer.plan, proposer.own_cache)
         if key not in rounds:
-            rounds[key] = RecordedRound(recorder(), tree, proposer)
-        return rounds[key](target, proposer, tree, self.cache, draws)
+            rounds[key] = RecordedRound(recorder(), tree, proposer, self.cache, draws)
+        return rounds[key](target, proposer, tree)
 
 
 _POOLS: WeakKeyDictionary[CausalModel, Pool[StaticRounds]] = WeakKeyDictionary()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from .device import fixed, send
+from .device import send, static_address
 from .recurrent import RecurrentStates
 
 
@@ -350,8 +350,8 @@ class StaticTreeCache(TreeCache):
         self._joint: Tensor | None = None
         # Always there, so that a compiled function finds the same inputs, and in one place, where
         # a recorded round finds them.
-        self._lengths_there = fixed(send([0] * batch, self.device))
-        self.running = fixed(send([1] * batch, self.device))
+        self._lengths_there = static_address(send([0] * batch, self.device))
+        self.running = static_address(send([1] * batch, self.device))
         """[B]: 0 for rows that idle."""
 
     @property
@@ -382,7 +382,7 @@ class StaticTreeCache(TreeCache):
         for buffer in (state.keys, state.values):
             # One function for all capacities. "maybe": a function that depends on it is compiled
             # for each of them.
-            torch._dynamo.maybe_mark_dynamic(fixed(buffer), 2)
+            torch._dynamo.maybe_mark_dynamic(static_address(buffer), 2)
         return state
 
     def _part(self, keys: Tensor, values: Tensor) -> KeysAndValues | None:
@@ -404,7 +404,10 @@ class StaticTreeCache(TreeCache):
             return KeysAndValues(part[0], part[1])
         # Layers of different sizes: what the first ones have in the joint buffer moves out of it.
         for state in self.states.values():
-            state.keys, state.values = fixed(state.keys.clone()), fixed(state.values.clone())
+            state.keys, state.values = (
+                static_address(state.keys.clone()),
+                static_address(state.values.clone()),
+            )
         self._joint = None
         return None
 

@@ -133,7 +133,7 @@ class Clock:
                     setattr(record, f"t_{part}_s", seconds)
 
 
-def fixed(tensor: Tensor) -> Tensor:
+def static_address(tensor: Tensor) -> Tensor:
     """Tell a compiler that a tensor stays where it is, and return it."""
     torch._dynamo.mark_static_address(tensor)
     return tensor

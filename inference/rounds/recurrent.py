@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .device import fixed
+from .device import static_address
 from .tree import Pass
 
 CHUNK = 64
@@ -341,9 +341,9 @@ class _Stacked:
         )
 
     def _place(self, inputs: Tensor, matrices: Tensor | None) -> None:
-        self.inputs = fixed(inputs)
+        self.inputs = static_address(inputs)
         """[L, B, W - 1, C]."""
-        self.matrices = None if matrices is None else fixed(matrices)
+        self.matrices = None if matrices is None else static_address(matrices)
         """[L, B, G, R, K, V]; None for convolutions alone."""
         for layer, state in enumerate(self._states):
             state.inputs = self.inputs[layer]

@@ -73,8 +73,8 @@ class CausalModel(ModelHead):
         """Forward pass of decoding with fewer operators; None: transformers' own."""
         self.packed_bytes = 0
         """Bytes of matrices that are no parameters of `model` any more (`pack`)."""
-        self.compiled = False
-        """True if rounds run over caches of fixed shapes, as functions that are compiled once."""
+        self.static = False
+        """True if rounds are static, where that pays: of fixed shapes, compiled or recorded."""
         self.masks_packed_rows = False
         """True for models that keep documents of a row apart only by `packed_masks`: GPT-OSS."""
         self.attends_in_documents = False

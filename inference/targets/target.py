@@ -111,7 +111,7 @@ def load_for_decoding(config: TargetConfig) -> Target:
     target = load_target(replace(config, compile=False))
     if config.fused:
         target.pack()
-    target.compiled = config.compile
+    target.static = config.compile
     return target
 
 

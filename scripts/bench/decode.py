@@ -230,7 +230,7 @@ def verify_cost(target: Target, context: int, repeats: int) -> dict[int, float]:
     """Median seconds of a target forward with head over N nodes (chains; a tree of N nodes costs
     the same), taking turns."""
     ids = (torch.arange(context, device=target.device) * 7 % target.vocab_size)[None]
-    kind = StaticTreeCache if target.compiled else TreeCache
+    kind = StaticTreeCache if target.static else TreeCache
     cache = kind(1, context + max(NODES), target.device)
     target.prefill(ids, [context], cache)
     times: dict[int, list[float]] = {count: [] for count in NODES}

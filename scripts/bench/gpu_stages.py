@@ -176,7 +176,7 @@ def exactness(report: Report, device: torch.device, tiny: bool) -> None:
             for compiled in (False, True) if device.type == "cuda" else (False,):
                 name = f"{Path(spec).name}, {rule}{', one graph' if compiled else ''}"
                 with noted(report, name):
-                    there.compiled = compiled
+                    there.static = compiled
                     proposer = load_proposer(spec, there, print)
                     found = [r.token_ids for r in generate(there, proposer, requests, 48, sampling)]
                     same = sum(a == b for a, b in zip(found, wanted, strict=True))
@@ -285,7 +285,7 @@ def graph(
 ) -> None:
     """Rounds as one CUDA graph each, over trees of `nodes` and `contexts`, plain decoding first."""
     target, floor = target_of_rounds(report, device, tiny)
-    target.compiled = device.type == "cuda"
+    target.static = device.type == "cuda"
     drafter = ready_drafter("eagle", target)
     for context in contexts:
         text, plain = Known(target, context, 24 if tiny else 48), 0.0
@@ -343,9 +343,9 @@ class Known:
     def __init__(self, target: Target, context: int, count: int) -> None:
         self.target, self.count = target, count
         self.prompt = [5 + i % 400 for i in range(context)]
-        compiled, target.compiled = target.compiled, False
+        compiled, target.static = target.static, False
         self.plain = once(target, PlainDecoding(), self.prompt, count)
-        target.compiled = compiled
+        target.static = compiled
         self.tokens = torch.tensor([*self.prompt, *self.plain.token_ids], device=target.device)
         self.other: Generation | None = None
 

@@ -56,9 +56,9 @@ def models(
 def test_recorded_rounds_of_hybrids_equal_unrecorded_ones(kind: str, tapes: list[Tape]) -> None:
     target, drafters = models(kind=kind)
     for way in ("plain", "draft-model chain", "draft-model tree", "eagle3 tree"):
-        target.compiled = False
+        target.static = False
         expected = without_times(run(target, drafters[way], SAMPLINGS["coupled"]))
-        target.compiled = True
+        target.static = True
         assert without_times(run(target, drafters[way], SAMPLINGS["coupled"])) == expected, way
     assert sum(tape.replays for tape in tapes) > 10
 
@@ -82,9 +82,9 @@ def test_recorded_rounds_are_those_of_growing_caches(
     monkeypatch.setattr(loop, "runs_ahead", lambda device: ahead)
     target, drafters = models(ways)
     for way, proposer in drafters.items():
-        target.compiled = False
+        target.static = False
         expected = without_times(run(target, proposer, SAMPLINGS[name]))
-        target.compiled = True
+        target.static = True
         before = sum(tape.replays for tape in tapes)
         for turn in range(2):
             assert without_times(run(target, proposer, SAMPLINGS[name])) == expected, (way, turn)
@@ -111,7 +111,7 @@ def test_requests_follow_one_another_in_one_recording(
             requests = [Request(prompt, 10 * number + i) for i, prompt in enumerate(prompts)]
             texts = []
             for drafter in (drafters["plain"], proposer):
-                target.compiled = drafter is proposer
+                target.static = drafter is proposer
                 replies = generate(target, drafter, requests, 9, SAMPLINGS[name], frozenset())
                 texts.append([reply.token_ids for reply in replies])
             if SAMPLINGS[name].rule != "rejection":  # which keeps the distribution, not the text
@@ -137,9 +137,9 @@ def test_memory_read_by_a_recording_is_neither_freed_nor_moved(
     target, drafters = models(ways)
     sampling = SAMPLINGS[name]
     for way, proposer in drafters.items():
-        target.compiled = False
+        target.static = False
         expected = without_times(run(target, proposer, sampling))
-        target.compiled = True
+        target.static = True
         run(target, proposer, sampling)
         for cached in (device._kept_row, tree._tables, noise._kept_indices):
             cached.cache_clear()
@@ -206,7 +206,7 @@ def test_recording_random_batches_does_not_change_rounds(
         sampling = SAMPLINGS[rng.choice(["greedy", "coupled", "penalty"])]
         proposer, ends = drawn(rng, target), frozenset(rng.sample(range(100), 2))
         texts = []
-        for target.compiled in (False, True):
+        for target.static in (False, True):
             texts.append(without_times(generate(target, proposer, requests, 40, sampling, ends)))
         assert texts[0] == texts[1], (seed, proposer.name, sampling)
     assert sum(tape.replays for tape in tapes) > 10 * len(seeds)
@@ -215,7 +215,7 @@ def test_recording_random_batches_does_not_change_rounds(
 def test_a_cache_that_is_dropped_is_freed_at_once(tapes: list[Tape]) -> None:
     """Its memory, that of a GPU, does not wait for the collector of garbage."""
     target, drafters = models()
-    target.compiled = True
+    target.static = True
     generate(target, drafters["eagle3 tree"], [[5, 6, 7]], 12, eos_ids=frozenset())
     pool = recorded.pool_of(target)
     (kept,) = pool.kept.values()
@@ -237,9 +237,9 @@ def test_rounds_that_synchronise_run_unrecorded(
     target, drafters = models()
     for way in ("eagle3 tree", "draft-model tree", "dflash chain"):
         proposer: Any = drafters[way]
-        target.compiled = False
+        target.static = False
         expected = without_times(run(target, proposer, SAMPLINGS["coupled"]))
-        target.compiled = True
+        target.static = True
         original = type(proposer).propose
 
         def asking(self: Any, root: torch.Tensor, draws: Any, original: Any = original) -> Any:
@@ -273,9 +273,9 @@ def test_recorded_rounds_of_real_target_equal_unrecorded_ones(
     for spec in ("none", str(ROOT / "scripts/smollm2/drafter")):
         proposer = load_proposer(spec, target, pytest.fail)
         for sampling in (Sampling(), Sampling(temperature=0.8, seed=3)):
-            target.compiled = False
+            target.static = False
             expected = without_times(generate(target, proposer, requests, 28, sampling))
-            target.compiled = True
+            target.static = True
             for _ in range(2):
                 found = generate(target, proposer, requests, 28, sampling)
                 assert without_times(found) == expected

@@ -175,7 +175,7 @@ def rounds(
         patch.object(fused, "rms_norm", OneNorm(watch)),
         patch.object(functional, "rms_norm", OneNorm(watch)),
     ):
-        target.compiled = static
+        target.static = static
         prompts = [[5 + i for i in range(9 + row)] for row in range(batch)]
         limit = 1 + ACCEPTED * ROUNDS
         with watch:

@@ -72,7 +72,7 @@ def test_recorded_rounds_with_kernels_write_the_same_texts(
     assert takes_trees(target)
     proposer = proposers(target, near_copy(target))[way]
     assert texts(proposer) == plain
-    target.compiled = True
+    target.static = True
     assert texts(proposer) == plain
     assert sum(tape.replays for tape in tapes)
 

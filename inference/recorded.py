@@ -5,8 +5,8 @@ round to the next has a place of its own: the tree, the choices (`Draws`), and t
 and drafter (`StaticTreeCache`). So the kernels of one round can be recorded, and launched again
 without Python in every later round of the same form, of this batch or of another one.
 
-Nothing here chooses a token: a recorded round runs the operators of `one_round`, in their order. On
-a CPU rounds are compiled, as two functions, so that no drafts are made after the end of a reply.
+Nothing here chooses a token: a recording runs the operators of a round, in their order. On a CPU
+rounds are compiled, as two functions, so that no drafts are made after the end of a reply.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,25 +50,6 @@ def send(values: Tensor | Sequence[object], device: torch.device) -> Tensor:
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def best_of(scores: Tensor) -> Tensor:
-    """Return the index of the first of the largest numbers along the last axis: for training.
-
-    Recorded rounds have to find it by an operator of torch.
-    """
-    # On a CPU torch looks at one number after another, NumPy at a vector of them: 49,152 float32
-    # take 90 and 7 microseconds. A subclass, such as that of a tensor without memory, has no array.
-    if (
-        type(scores) is Tensor
-        and scores.device.type == "cpu"
-        and scores.is_floating_point()
-        and not torch.compiler.is_compiling()
-    ):
-        # NumPy has no bfloat16; wider numbers have the same order.
-        wide = scores.detach().to(torch.promote_types(scores.dtype, torch.float32))
-        return torch.from_numpy(np.asarray(wide.numpy().argmax(-1)))
-    return scores.argmax(-1)
 
 
 def row_of(numbers: tuple[int, ...], device: torch.device) -> Tensor:

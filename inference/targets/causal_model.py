@@ -53,9 +53,16 @@ UNFIT = (AssertionError, AttributeError, LookupError, TypeError, ValueError, Run
 class CausalModel(ModelHead):
     """Causal language model, split into decoder and head."""
 
-    def __init__(self, model: nn.Module, tokenizer: Any, name: str, frozen: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        name: str,
+        frozen: bool = True,
+        spread: str = "whole",
+    ) -> None:
         """Split `model`, as `ModelHead` does. Raises `UserError`."""
-        super().__init__(model, tokenizer, name, frozen)
+        super().__init__(model, tokenizer, name, frozen, spread)
         # Draft models are named by their role, and targets by their path.
         self._called = f"target {name}" if frozen else name
         kinds = self.kinds_of_layers

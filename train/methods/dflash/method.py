@@ -29,13 +29,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ....distill.divergences import log_probs, sum_in_chunks
+from ....distill.divergences import best_of, log_probs, sum_in_chunks
 from ....distill.settings import LABELS_ONLY
 from ....heads import dflash
 from ....heads.artifact import Artifact
 from ....heads.dflash import DFlashDrafter
 from ....heads.files import JsonObject
-from ....inference.rounds.device import best_of, send
+from ....inference.rounds.device import send
 from ....inference.targets.causal_model import Hidden
 from ....inference.targets.target import TargetSource
 from ...data.batches import Batch, Batches

@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ....distill.divergences import log_probs, sum_in_chunks
+from ....distill.divergences import best_of, log_probs, sum_in_chunks
 from ....distill.draft_models import (
     DraftModelConfig,
     chosen_layers,
@@ -39,7 +39,7 @@ from ....heads.files import JsonObject
 from ....heads.layout import place
 from ....heads.pretrained import make_causal_lm
 from ....inference.proposers.draft_model import DEFAULT_LENGTH
-from ....inference.rounds.device import best_of, send
+from ....inference.rounds.device import send
 from ....inference.targets.causal_model import CausalModel, Hidden
 from ....inference.targets.masks import Pass, in_documents
 from ....inference.targets.spread import decoder_layers

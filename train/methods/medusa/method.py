@@ -24,12 +24,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ....distill.divergences import Teacher, sum_in_chunks, teacher_of
+from ....distill.divergences import Teacher, best_of, sum_in_chunks, teacher_of
 from ....distill.settings import LABELS_ONLY, Divergence
 from ....heads.artifact import Artifact
 from ....heads.files import JsonObject
 from ....heads.medusa import MedusaHeads
-from ....inference.rounds.device import best_of, send
+from ....inference.rounds.device import send
 from ....inference.targets.causal_model import Hidden
 from ....inference.targets.target import TargetSource
 from ...data.batches import Batch, Batches

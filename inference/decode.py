@@ -199,7 +199,7 @@ def decode(
             proposer.in_use = False
             proposer.finish()
             if batch.static is not None:
-                recorded.pool_of(target).put(batch.static)
+                recorded.POOLS[target].put(batch.static.cache, batch.static)
 
 
 def static_pays(device: torch.device, rows: int) -> bool:
@@ -293,7 +293,7 @@ class _RunningBatch:
             # or recorded. 300 becomes 512, and 512 stays.
             more = (4 if runs_ahead(device) else 2) * beyond
             capacity = 1 << (prompt + new + more - 1).bit_length()
-            self.static = recorded.pool_of(self.target).take(batch, capacity)
+            self.static = recorded.take_rounds(self.target, batch, capacity)
             return self.static.cache
         # Nodes of a tree past the last position are dropped when the reply is cut.
         limit = self.target.max_positions + beyond

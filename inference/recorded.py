@@ -219,15 +219,11 @@ class StaticRounds:
     """Rounds over one static cache, of one batch after another, and what has its place with it."""
 
     def __init__(self, cache: StaticTreeCache) -> None:
-        self.cache, self.size = cache, cache.size
+        self.cache = cache
         self.recorded: WeakKeyDictionary[Any, dict[Any, RecordedRound]] = WeakKeyDictionary()
         """By owner (`Proposer.owner_of_rounds`), as long as there is one, and form."""
         self.draws: dict[Sampling, Draws] = {}
         """Choices at their places."""
-
-    def reset(self) -> None:
-        """Make ready for another batch."""
-        self.cache.reset()
 
     def place(self, draws: Draws) -> Draws:
         """Return the choices of a new batch over tensors that stay where they are."""
@@ -258,18 +254,18 @@ class StaticRounds:
         return rounds[key](target, proposer, tree)
 
 
-_POOLS: WeakKeyDictionary[CausalModel, Pool[StaticRounds]] = WeakKeyDictionary()
+POOLS: WeakKeyDictionary[CausalModel, Pool[StaticRounds]] = WeakKeyDictionary()
+"""Static rounds of each target that no batch uses now."""
 
 
-def pool_of(target: CausalModel) -> Pool[StaticRounds]:
-    """Return the static rounds of a target that no batch uses now."""
-    # The pool lasts as long as the target, and must not hold it.
-    device, layers = target.device, target.layers_with_keys
-
-    def make(batch: int, capacity: int) -> StaticRounds:
-        return StaticRounds(StaticTreeCache(batch, capacity, device, layers))
-
-    return _POOLS.setdefault(target, Pool(make))
+def take_rounds(target: CausalModel, batch: int, capacity: int) -> StaticRounds:
+    """Return static rounds for another batch, which belong into the pool when it has ended."""
+    found = POOLS.setdefault(target, Pool()).pop((batch, capacity), None)
+    if found is None:
+        layers = target.layers_with_keys
+        return StaticRounds(StaticTreeCache(batch, capacity, target.device, layers))
+    found.cache.reset()
+    return found
 
 
 def propose(target: CausalModel, proposer: Proposer, root: Tensor, draws: Draws) -> DraftTree:

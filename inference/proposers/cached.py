@@ -32,8 +32,9 @@ class CachedProposer(Planned):
         """
         self.replan(TreePlan(settings))
         self._device = device
+        self._layers = layers
         self._cache = TreeCache(0, 0)
-        self._pool = Pool(lambda batch, capacity: StaticTreeCache(batch, capacity, device, layers))
+        self._pool = Pool[StaticTreeCache]()
 
     def _open_cache(self, prompts: Prompts, beyond: int, most: int | None = None) -> None:
         """Begin a batch with an empty cache.
@@ -43,7 +44,10 @@ class CachedProposer(Planned):
         (batch, length), cache = prompts.ids.shape, prompts.cache
         if isinstance(cache, StaticTreeCache):
             # It cannot grow: it has the slots of a round beyond those of the target's.
-            static = self._pool.take(batch, cache.capacity + beyond)
+            size = batch, cache.capacity + beyond
+            static = self._pool.pop(size, None)
+            static = static or StaticTreeCache(*size, self._device, self._layers)
+            static.reset()
             self._cache, static.running = static, cache.running
             return
         # How long replies become is not known. This is a guess: a full cache doubles itself.
@@ -60,7 +64,7 @@ class CachedProposer(Planned):
 
     def finish(self) -> None:
         if isinstance(self._cache, StaticTreeCache):
-            self._pool.put(self._cache)
+            self._pool.put(self._cache, self._cache)
         self._cache = TreeCache(0, 0)
 
 

@@ -8,9 +8,9 @@ C capacity, Gkv key-value heads, E size of an attention head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -355,11 +355,6 @@ class StaticTreeCache(TreeCache):
         """[B]: 0 for rows that idle."""
 
     @property
-    def size(self) -> tuple[int, int]:
-        """Batch and capacity."""
-        return len(self.starts()), self.capacity
-
-    @property
     def uniform(self) -> bool:
         return False  # the same shapes whether rows are equally long or not
 
@@ -446,40 +441,19 @@ class StaticTreeCache(TreeCache):
         self.recurrent.reset()
 
 
-class _Resettable(Protocol):
-    @property
-    def size(self) -> tuple[int, int]: ...
-
-    def reset(self) -> None: ...
+Kept = TypeVar("Kept")
 
 
-Kept = TypeVar("Kept", bound=_Resettable)
-
-
-class Pool(Generic[Kept]):
-    """Static caches, or rounds over them, that later batches of the same sizes use again."""
+class Pool(dict[tuple[int, int], Kept]):
+    """Static caches that no batch uses now, or rounds over them, by batch and capacity."""
 
     MOST = 3  # capacities are powers of two: those of short, usual and long requests
 
-    def __init__(self, make: Callable[[int, int], Kept]) -> None:
-        """Keep nothing yet; `make` is given batch and capacity."""
-        self._make = make
-        self.kept: dict[tuple[int, int], Kept] = {}
-        """By size, the one used last at the end."""
-
-    def take(self, batch: int, capacity: int) -> Kept:
-        """Return an empty one, which is not in the pool until it is `put` back."""
-        found = self.kept.pop((batch, capacity), None)
-        if found is None:
-            return self._make(batch, capacity)
-        found.reset()
-        return found
-
-    def put(self, used: Kept) -> None:
-        """Keep what a batch that has ended does not need any more."""
-        self.kept[used.size] = used
-        while len(self.kept) > self.MOST:
-            del self.kept[next(iter(self.kept))]
+    def put(self, cache: StaticTreeCache, used: Kept) -> None:
+        """Keep what has `cache` for later batches, and of too many those that were used last."""
+        self[len(cache.starts()), cache.capacity] = used
+        while len(self) > self.MOST:
+            del self[next(iter(self))]
 
 
 def joins_layers(device: torch.device) -> bool:

@@ -41,7 +41,7 @@ from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.proposers.medusa import MedusaProposer
 from draftsmith.inference.proposers.ngram import PlainDecoding
 from draftsmith.inference.proposers.registry import load_proposer
-from draftsmith.inference.recorded import pool_of
+from draftsmith.inference.recorded import POOLS
 from draftsmith.inference.rounds.cache import TreeCache
 from draftsmith.inference.rounds.device import prepare
 from draftsmith.inference.rounds.sampling import Draws
@@ -302,7 +302,7 @@ def graph(
                 decoded(report, name, row)
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    pool_of(target).kept.clear()
+    POOLS.clear()
     for name, make in islice(ways(target, tiny), 2, None):
         with noted(report, name):
             text = Known(target, contexts[0], 24 if tiny else 48)

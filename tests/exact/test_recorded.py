@@ -118,8 +118,8 @@ def test_requests_follow_one_another_in_one_recording(
                 assert texts[0] == texts[1], (way, prompts)
         if proposer.traceable:
             owner = proposer.owner_of_rounds(target)
-            kept = recorded.pool_of(target).kept.values()
-            sizes = [rounds.size for rounds in kept if owner in rounds.recorded]
+            kept = recorded.POOLS[target].items()
+            sizes = [size for size, rounds in kept if owner in rounds.recorded]
             assert len(tapes) == len(sizes) < len(batches), (way, "one recording for each size")
 
 
@@ -148,7 +148,7 @@ def test_memory_read_by_a_recording_is_neither_freed_nor_moved(
         owner = proposer.owner_of_rounds(target)
         rounds = [
             (kept, found)
-            for kept in recorded.pool_of(target).kept.values()
+            for kept in recorded.POOLS[target].values()
             for found in kept.recorded.get(owner, {}).values()
             if found._result is not None
         ]
@@ -217,15 +217,14 @@ def test_a_cache_that_is_dropped_is_freed_at_once(tapes: list[Tape]) -> None:
     target, drafters = models()
     target.static = True
     generate(target, drafters["eagle3 tree"], [[5, 6, 7]], 12, eos_ids=frozenset())
-    pool = recorded.pool_of(target)
-    (kept,) = pool.kept.values()
+    (kept,) = recorded.POOLS[target].values()
     assert any(kept.recorded.values())
     gone = weakref.ref(kept.cache.states[0])
     tapes.clear()
     gc.disable()
     try:
         del kept
-        pool.kept.clear()
+        recorded.POOLS[target].clear()
         assert gone() is None
     finally:
         gc.enable()

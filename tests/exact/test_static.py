@@ -119,9 +119,9 @@ def test_caches_keep_their_addresses_over_requests(monkeypatch: pytest.MonkeyPat
         addresses = []
         for prompt in ([5, 9, 33, 7], [12, 6, 6, 12], [7, 7, 7, 8]):  # of one length
             generate(target, proposer, [prompt], 8)
-            kept = [rounds.cache for rounds in compiling.pool_of(target).kept.values()]
+            kept = [rounds.cache for rounds in compiling.POOLS[target].values()]
             if hasattr(proposer, "_pool"):
-                kept += proposer._pool.kept.values()
+                kept += proposer._pool.values()
             for cache in kept:
                 assert cache is not None, way
                 tensors = [cache.starts()]

@@ -180,21 +180,22 @@ def test_chunked_prefill_gives_the_same_features() -> None:
 
 def test_a_kept_cache_gives_nothing_of_its_last_batch_to_the_next() -> None:
     """A slot is hidden by a weight of 0, which would not hide NaN."""
-    target, kept = TARGETS["llama"], Pool(StaticTreeCache)
+    target, kept = TARGETS["llama"], Pool()
     ids = torch.tensor([[5, 6, 7, 8]])
     shape = TreeShape((-1, 0, 0, 1))
 
     def states() -> torch.Tensor:
-        cache = kept.take(1, 32)
+        cache = kept.pop((1, 32), None) or StaticTreeCache(1, 32)
+        cache.reset()
         target.prefill(ids, [4], cache)
         found = run_tree(target, cache, shape, torch.tensor([[9, 10, 11, 12]]))
-        kept.put(cache)
+        kept.put(cache, cache)
         return found
 
     first = states()
-    (cache,) = kept.kept.values()
+    (cache,) = kept.values()
     address = buffers(cache)[0].data_ptr()
     for buffer in buffers(cache):
         buffer.fill_(torch.nan)
     torch.testing.assert_close(states(), first)
-    assert [*kept.kept.values()] == [cache] and buffers(cache)[0].data_ptr() == address
+    assert [*kept.values()] == [cache] and buffers(cache)[0].data_ptr() == address

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -145,10 +144,12 @@ def generate_one(
     proposer: Proposer,
     request: Request | Sequence[int],
     max_new_tokens: int,
-    **options: Any,
+    sampling: Sampling = GREEDY,
+    eos_ids: frozenset[int] | None = None,
+    stop: Sequence[str] = (),
 ) -> Generation:
     """Decode a single request; see `generate`."""
-    return generate(target, proposer, [request], max_new_tokens, **options)[0]
+    return generate(target, proposer, [request], max_new_tokens, sampling, eos_ids, stop)[0]
 
 
 Step = tuple[int, Round, str | None]

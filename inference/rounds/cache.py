@@ -297,20 +297,14 @@ class Window(Cache):
             keys[:, :, end - self.count : end] = key_states
             values[:, :, end - self.count : end] = value_states
         else:
-            slots = self._slots_on(keys.device)
-            _write(keys, slots, key_states)
-            _write(values, slots, value_states)
+            if self._slots.device != keys.device:  # of a layer of a spread target
+                self._slots = self._slots.to(keys.device)  # the next ones mostly lie there too
+            _write(keys, self._slots, key_states)
+            _write(values, self._slots, value_states)
             if end is None:
                 return keys, values
         # Shorter rows are given slots after their own ends too, which the mask hides.
         return keys[:, :, :end], values[:, :, :end]
-
-    def _slots_on(self, device: torch.device) -> Tensor:
-        """Return the slots on `device`, where a layer of a spread target lies."""
-        assert self._slots is not None
-        if self._slots.device != device:
-            self._slots = self._slots.to(device)  # the next layers mostly lie there too
-        return self._slots
 
     # A model of transformers calls the others wherever it is given no mask: in a prefill, and for a
     # single node, which sees everything before it.
@@ -427,9 +421,6 @@ class StaticTreeCache(TreeCache):
     def stop(self, rows: Sequence[int]) -> None:
         """Let batch rows idle: what they still compute is written over in every round."""
         self.running.index_fill_(0, send(rows, self.device), 0)
-
-    def keep(self, rows: Sequence[int]) -> None:
-        raise AssertionError("rows of a static cache do not leave; `stop` them")
 
     def reset(self) -> None:
         """Forget everything, at the same addresses."""

@@ -23,8 +23,8 @@ def prepare(device: torch.device) -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def read_later(tensor: Tensor) -> Callable[[], Any]:
-    """Begin to bring a tensor to the host; return a function that waits for it, and gives lists.
+def read_later(tensor: Tensor) -> Callable[[], list[list[int]]]:
+    """Begin to bring a table to the host; return a function that waits for it, and gives its rows.
 
     It does not wait for what is launched in between, which may overwrite the tensor.
     """
@@ -36,7 +36,7 @@ def read_later(tensor: Tensor) -> Callable[[], Any]:
     arrived = torch.cuda.Event()
     arrived.record()
 
-    def read() -> Any:
+    def read() -> list[list[int]]:
         arrived.synchronize()
         return values.tolist()
 
@@ -76,9 +76,9 @@ class Clock:
         self._cuda = device.type == "cuda"
         # marks of the round that runs: the part that ended, and an event or seconds of
         # `time.perf_counter`
-        self._marks: list[Any] = []
+        self._marks: list[tuple[str, Any]] = []
         # marks and records of closed rounds whose seconds are not filled in yet
-        self._waiting: list[tuple[list[Any], list[Any]]] = []
+        self._waiting: list[tuple[list[tuple[str, Any]], Sequence[object]]] = []
 
     def mark(self, part: str = "") -> None:
         """Note the end of a part of the round, one of `PARTS`; none: the begin of the round."""
@@ -89,7 +89,7 @@ class Clock:
         else:
             self._marks.append((part, time.perf_counter()))
 
-    def close(self, records: list[Any]) -> None:
+    def close(self, records: Sequence[object]) -> None:
         """End a round; a part that was not marked took no time.
 
         Its seconds are written into the fields `t_draft_s`, `t_verify_s`, `t_accept_s` and `t_kv_s`

@@ -187,12 +187,10 @@ class Seen:
     def __init__(self, tree: Pass, window: int | None) -> None:
         assert tree.depths is not None
         self.depths, self.window = tree.depths, window or 0
-        depths, slot_depths, visible = tree.depths, tree.undecided_depths, tree.visible
-        if visible is None:
-            shape = 1, depths.shape[1], slot_depths.shape[1]
-            visible = torch.ones(shape, dtype=torch.bool, device=depths.device)
+        visible = tree.seen
         if window is not None:
-            visible = visible & (depths[:, :, None] - slot_depths[:, None] < window)
+            back = tree.depths[:, :, None] - tree.undecided_depths[:, None]
+            visible = visible & (back < window)
         self.visible = visible.contiguous()
 
 

@@ -93,15 +93,13 @@ def tree_masks(tree: Pass, window: Window, dtype: torch.dtype, sliding: int | No
 
     `sliding` is as in `packed_masks`.
     """
-    visible, cache, count = tree.visible, window.cache, window.count
-    slot_depths = tree.undecided_depths
+    cache, slot_depths = window.cache, tree.undecided_depths
     undecided = slot_depths.shape[1]
     # A single node that sees all slots needs no mask: without one it sees what the cache gives.
     # That is all it may see only if rows are equally long and no slot given is out of use.
-    if count == 1 and (visible is None or undecided == 1) and cache.uniform:
+    if window.count == 1 and (tree.visible is None or undecided == 1) and cache.uniform:
         return None
-    if visible is None:
-        visible = torch.ones(1, count, undecided, dtype=torch.bool, device=slot_depths.device)
+    visible = tree.seen
     if cache.uniform and sliding is None:
         # Equally long rows have the tree in the same columns: `visible` has one for every undecided
         # slot, those of earlier passes too. All before it is committed, hence visible (0).

@@ -64,7 +64,7 @@ class Outcome:
     """`Verdict.overlap` at the accepted nodes that have children."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Packed:
     """Outcome of a round on the device."""
 
@@ -96,13 +96,7 @@ class Packed:
         parts = [torch.stack(numbers, dim=1), path, tree.tokens.gather(1, path)]
         if verdict.overlap is not None:
             parts.append(verdict.overlap.float().contiguous().view(torch.int32).long())
-        return cls(
-            verdict=verdict,
-            shape=tree.shape,
-            path=path,
-            counts=counts,
-            numbers=torch.cat(parts, dim=1),
-        )
+        return cls(verdict, tree.shape, path, counts, torch.cat(parts, dim=1))
 
     def read(self) -> Outcome:
         """Return the outcome on the host, which waits for the device: once in a round."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,18 +45,13 @@ class Terms:
     strength: Tensor  # [B, G, R, N]: beta of the delta rule, or what values are multiplied by
 
 
-@dataclass
-class Added:
+class Added(NamedTuple):
     """Contributions of U undecided nodes to the matrices, if they are accepted."""
 
     keys: Tensor  # [B, G, 1, U, K]
     corrections: Tensor  # [B, G, R, U, V]
     decays: Tensor  # [B, G, R, U, D]
     sums: Tensor  # [B, G, R, U, D]: of the decays along each node's path, with its own
-
-    def parts(self) -> tuple[Tensor, ...]:
-        """Return all tensors, in the order of the fields."""
-        return self.keys, self.corrections, self.decays, self.sums
 
 
 class RecurrentState:
@@ -77,7 +73,7 @@ class RecurrentState:
         elif self.new_inputs is not None and self.new_inputs.shape[1] > undecided:
             self.new_inputs = self.new_inputs[:, :undecided]
             if self.added is not None:
-                self.added = Added(*(x[:, :, :, :undecided] for x in self.added.parts()))
+                self.added = Added(*(x[:, :, :, :undecided] for x in self.added))
 
     def keep(self, index: Tensor) -> None:
         """Drop every batch row of the undecided nodes but those in `index`."""
@@ -85,7 +81,7 @@ class RecurrentState:
             index = index.to(self.new_inputs.device)
             self.new_inputs = self.new_inputs.index_select(0, index)
         if self.added is not None:
-            self.added = Added(*(x.index_select(0, index) for x in self.added.parts()))
+            self.added = Added(*(x.index_select(0, index) for x in self.added))
 
     def convolve(
         self, new: Tensor, weight: Tensor, places: Pass, bias: Tensor | None = None

@@ -151,17 +151,18 @@ class CausalModel(ModelHead):
         # transformers makes the masks of sliding windows for whole texts.
         windowed_text = self._sliding and masks is None and not by_kernels
         with ExitStack() as stack:
-            apart = places.documents is not None or self._has_written(places)
+            # Without a cache transformers' own layers run, which know neither documents nor which
+            # positions were written one by one, in which some do not limit their steps.
+            written = places.written is not None and limit_steps(self.mixers)
+            apart = places.documents is not None or written
             if self.mixers and (cache is not None or apart):
-                # Without a cache transformers' own layers run, which know neither documents nor
-                # which positions were written one by one.
                 states = RecurrentStates() if cache is None else cache.recurrent
                 stack.enter_context(over(states, places.complete(ids)))
             if self.fused is not None and window is not None and not windowed_text:
                 if positions is None:
                     start = window.get_seq_length()
                     positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
-                return Hidden(*self.fused(ids, positions, places, masks, window, taps))
+                return self.fused(ids, positions, places, masks, window, taps)
             if spans is not None:
                 stack.enter_context(in_documents(self.decoder))
             mask = masks and masks.for_transformers(self._mixed)
@@ -169,10 +170,6 @@ class CausalModel(ModelHead):
         if self.spread == "devices":  # each layer's states lie where the layer does
             return hidden.map(lambda states: states.to(self.device))
         return hidden
-
-    def _has_written(self, places: Pass) -> bool:
-        """Return true if recurrent layers treat some of a pass's positions in another way."""
-        return places.written is not None and limit_steps(self.mixers)
 
     def fuse(self, move: bool) -> None:
         """Run decoding by a `FusedDecoder` if the model is of Llama's form and both agree.

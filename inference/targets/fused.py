@@ -25,6 +25,7 @@ from ..kernels import operators
 from ..kernels.trial import attention_fault
 from ..rounds.attention import FEW, attention_over
 from ..rounds.cache import TreeCache, Window
+from ..rounds.outcome import Hidden
 from ..rounds.tree import Pass
 from .masks import Masks
 from .packed import is_plain
@@ -69,8 +70,8 @@ class FusedDecoder:
         masks: Masks | None,
         window: Window,
         taps: Sequence[int] = (),
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the last hidden state `[B, N, H]` and the `taps` of the positions `ids` `[B, N]`.
+    ) -> Hidden:
+        """Return the last hidden states and the `taps` of the positions `ids` `[B, N]`.
 
         Without `masks` each position sees all before it, but for nodes that the kernels take, which
         see what `places` says.
@@ -98,7 +99,7 @@ class FusedDecoder:
                 tapped[index] = states
             states, normed = step(index, layer, states, normed, norm)
         tapped[len(self.layers)] = normed
-        return normed, tuple(tapped[tap] for tap in taps)
+        return Hidden(normed, tuple(tapped[tap] for tap in taps))
 
     def kernels_fit(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Return True if the kernels can run these layers."""

@@ -460,7 +460,7 @@ def load(
     loaded = _loaded(target, tokenizer, options)
     if compile:
         prepare_to_compile(loaded.device)
-        loaded.compiled = True
+        loaded.static = True
     if isinstance(named, str):
         path = None if profile is None else fspath(profile)
         tuned = tuned_setting(path, named, loaded, temperature, batch_size)

@@ -9,9 +9,8 @@ root, H hidden size.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Generator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -20,15 +19,16 @@ from ..heads.errors import UserError
 from . import recorded
 from .base.detokenize import StopStrings
 from .base.settings import GREEDY, Sampling
-from .proposers.contract import Accepted, Prompts, Proposer, StaticProposer
+from .proposers.contract import Prompts, Proposer, StaticProposer
 from .proposers.own_drafters import is_users, reported, wrong_tree
-from .rounds.cache import StaticCache, TreeCache
+from .rounds.accept import judge
+from .rounds.cache import TreeCache
 from .rounds.device import Clock, send
 from .rounds.noise import row_keys
+from .rounds.outcome import Accepted, Outcome, Packed
 from .rounds.sampling import Draws
 from .rounds.tree import DraftTree
 from .targets.causal_model import CausalModel
-from .targets.outcome import verify
 
 FIRST_CAPACITY = 256  # new positions that a cache can hold before it doubles
 
@@ -71,7 +71,7 @@ class Round:
     rows: int = 1
     """Requests in the batch during this round."""
     overlap: list[float] | None = None
-    """`Accepted.overlap` of this row; only from rules that compare distributions."""
+    """`Outcome.overlap` of this row; only from rules that compare distributions."""
     t_draft_s: float = 0.0
     t_verify_s: float = 0.0
     t_accept_s: float = 0.0
@@ -81,7 +81,7 @@ class Round:
     """Wall time; what the four parts leave of it was spent on the host."""
 
     @classmethod
-    def of(cls, outcome: Accepted, row: int, rows: int) -> Round:
+    def of(cls, outcome: Outcome, row: int, rows: int) -> Round:
         """Return the record of one row of a batch of `rows`, without its tokens and times."""
         accepted = len(outcome.nodes[row]) - 1
         return cls(
@@ -144,10 +144,12 @@ def generate_one(
     proposer: Proposer,
     request: Request | Sequence[int],
     max_new_tokens: int,
-    **options: Any,
+    sampling: Sampling = GREEDY,
+    eos_ids: frozenset[int] | None = None,
+    stop: Sequence[str] = (),
 ) -> Generation:
     """Decode a single request; see `generate`."""
-    return generate(target, proposer, [request], max_new_tokens, **options)[0]
+    return generate(target, proposer, [request], max_new_tokens, sampling, eos_ids, stop)[0]
 
 
 Step = tuple[int, Round, str | None]
@@ -187,21 +189,23 @@ def decode(
     with reported(type(proposer)):
         try:
             given_up = yield batch.start()
+            rounds = batch.rounds()
             while batch.rows:
                 if given_up:
                     batch.drop(given_up)
-                given_up = (yield batch.round()) if batch.rows else None
+                given_up = (yield next(rounds)) if batch.rows else None
             # On a GPU the last rounds' times are known only when their events have happened.
             batch.clock.settle(wait=True)
         finally:
             proposer.in_use = False
             proposer.finish()
-            target.kept_cache.put(batch.cache)
+            if batch.static is not None:
+                recorded.POOLS[target].put(batch.static.cache, batch.static)
 
 
-def pays_to_compile(device: torch.device, rows: int) -> bool:
-    """Return True if compiled rounds are faster for a batch of `rows`."""
-    # On a CPU a batch of 16 has 0.85 times the speed of rounds that are not compiled, since
+def static_pays(device: torch.device, rows: int) -> bool:
+    """Return True if static rounds are faster for a batch of `rows`."""
+    # On a CPU a batch of 16 has 0.85 times the speed of rounds that are not static, since
     # attention goes over the whole buffer of every row.
     return device.type == "cuda" or rows == 1
 
@@ -271,29 +275,27 @@ class _RunningBatch:
         self.clock = Clock(target.device)
         # Trees of a user's own drafter are looked at, but for those of a recorded round.
         self._users = is_users(type(proposer)) and recorded.traced(proposer) is None
-        # of static rounds: the drafts that the last round made, and a round that is not read yet
-        self._drafts: DraftTree | None = None
-        self._launched: Accepted | None = None
-        # A graph is of one device.
-        whole = target.device.type != "cuda" or target.spread == "whole"
-        paying = whole and pays_to_compile(target.device, len(self.rows))
-        self.compiled = target.compiled and paying
-        self.cache = self._new_cache()
+        self.static: recorded.StaticRounds | None = None
+        """None where shapes of rounds follow what was accepted."""
+        self.cache = self._empty_cache()
 
-    def _new_cache(self) -> TreeCache:
-        """Return an empty cache that can grow to all of the target's positions."""
+    def _empty_cache(self) -> TreeCache:
+        """Return a cache that has, or can get, a slot for every position of the requests."""
         prompt = max(len(row.tokens) for row in self.rows)
         new = max(row.left for row in self.rows)
         # A round writes its whole tree after the last position that can still be emitted.
         beyond = self.proposer.max_drafted + 1
         batch, device = len(self.rows), self.target.device
-        if self.compiled:
+        # A graph is of one device.
+        whole = device.type != "cuda" or self.target.spread == "whole"
+        if self.target.static and whole and static_pays(device, batch):
             # A row may end with a whole path more; a round that is launched ahead adds another, and
             # drafts after its tree. Powers of two: few capacities, so that few shapes are compiled
             # or recorded. 300 becomes 512, and 512 stays.
             more = (4 if runs_ahead(device) else 2) * beyond
             capacity = 1 << (prompt + new + more - 1).bit_length()
-            return self.target.kept_cache.take(batch, capacity, device)
+            self.static = recorded.take_rounds(self.target, batch, capacity)
+            return self.static.cache
         # Nodes of a tree past the last position are dropped when the reply is cut.
         limit = self.target.max_positions + beyond
         return TreeCache(batch, prompt + min(new, FIRST_CAPACITY) + beyond, device, limit)
@@ -313,8 +315,8 @@ class _RunningBatch:
         row_lengths = torch.tensor(lengths, device=device)
         rows = torch.arange(len(lengths), device=device)
         self.draws = self._draws(ids, row_lengths)
-        if isinstance(self.cache, StaticCache):
-            self.draws = self.cache.place_draws(self.draws)
+        if self.static is not None:
+            self.draws = self.static.place(self.draws)
         # It is where a round has its root: the first choice follows it.
         last_prompt_token = ids[rows, row_lengths - 1][:, None]
         logits = target.head(hidden.last[rows, row_lengths - 1])[:, None]
@@ -346,63 +348,78 @@ class _RunningBatch:
         # The last prompt token is the root of the first choice, at position length - 1.
         return Draws(self.sampling, keys, text, row_lengths - 1)
 
-    def round(self) -> list[Step]:
-        """Draft, verify, accept and commit once; return what each request gained."""
-        started = time.perf_counter()
-        clock = self.clock
-        clock.mark()
-        if self.compiled:
-            accepted = self._static_round()
-        else:  # whose shapes follow what was accepted; the host reads that on the way
-            tree, taps = self._propose(), self.proposer.taps
-            self.draws.reserve(self.cache.longest + tree.nodes)
-            accepted = verify(self.target, tree, self.cache, self.draws, taps, clock)
-            self._commit(accepted)
-        records = [Round.of(accepted, row.place, len(self.rows)) for row in self.rows]
-        steps = self._take([accepted.tokens[row.place] for row in self.rows], records)
-        for record in records:
-            record.t_round_s = time.perf_counter() - started
-        clock.close(records)
-        return steps
+    def rounds(self) -> Iterator[list[Step]]:
+        """Draft, verify, accept and commit, over and over; yield what each request gained."""
+        static = self.static
+        outcomes = self._growing_rounds() if static is None else self._static_rounds(static)
+        while True:
+            started = time.perf_counter()
+            self.clock.mark()
+            outcome = next(outcomes)
+            records = [Round.of(outcome, row.place, len(self.rows)) for row in self.rows]
+            steps = self._take([outcome.tokens[row.place] for row in self.rows], records)
+            for record in records:
+                record.t_round_s = time.perf_counter() - started
+            self.clock.close(records)
+            yield steps
 
-    def _static_round(self) -> Accepted:
-        """Run a round of fixed shapes, compiled or recorded.
+    def _growing_rounds(self) -> Iterator[Outcome]:
+        """Run rounds whose shapes follow what was accepted, which the host reads on the way."""
+        while True:
+            tree = self._checked(self.proposer.propose(self.root, self.draws))
+            self.draws.reserve(self.cache.longest + tree.nodes)
+            taps = self.proposer.taps
+            hidden, logits = recorded.run_nodes(self.target, tree, self.cache, taps)
+            self.clock.mark("verify")
+            packed = Packed.of(tree, judge(tree, logits, self.draws))
+            outcome = packed.read()
+            self.clock.mark("accept")
+            accepted = Accepted.of(tree, packed, hidden, outcome)
+            self.cache.commit(accepted.gained, None if accepted.in_place else accepted.path)
+            self.draws.extend(accepted.ids, accepted.counts)
+            self._commit(accepted)
+            yield outcome
+
+    def _static_rounds(self, rounds: recorded.StaticRounds) -> Iterator[Outcome]:
+        """Run rounds of fixed shapes, compiled or recorded.
 
         The host reads what was decided once; where that pays, while the next round runs.
         """
-        accepted, self._launched = self._launched or self._launch(), None
-        part_of_round = self._drafts is not None
-        if part_of_round and runs_ahead(self.root.device):
-            self._launched = self._launch()
-        accepted.read()
-        self.clock.mark("accept")
-        if not part_of_round:
-            self._commit(accepted)
-        return accepted
+        launched = self._launch(rounds, None)
+        while True:
+            (accepted, arriving, drafts), launched = launched, None
+            if drafts is not None and runs_ahead(self.root.device):
+                launched = self._launch(rounds, drafts)
+            outcome = arriving()
+            self.clock.mark("accept")
+            if drafts is None:
+                self._commit(replace(accepted, tokens=outcome.tokens))
+            yield outcome
+            launched = launched or self._launch(rounds, drafts)
 
-    def _launch(self) -> Accepted:
-        """Begin a static round; the lists of the result are on their way."""
-        tree = self._propose() if self._drafts is None else self._drafts
-        assert isinstance(self.cache, StaticCache)
-        accepted, self._drafts = recorded.run(
-            self.target, self.proposer, tree, self.cache, self.draws
-        )
-        self.clock.mark("verify")
-        accepted.fetch()
-        return accepted
+    def _launch(
+        self, rounds: recorded.StaticRounds, drafts: DraftTree | None
+    ) -> tuple[Accepted, Callable[[], Outcome], DraftTree | None]:
+        """Begin a static round over `drafts`, or over new ones; its outcome is on its way.
 
-    def _propose(self) -> DraftTree:
-        if self.compiled:
+        The next drafts are made in it if the proposer is part of the round.
+        """
+        if drafts is None:
             tree = recorded.propose(self.target, self.proposer, self.root, self.draws)
-        else:
-            tree = self.proposer.propose(self.root, self.draws)
+            drafts = self._checked(tree)
+        accepted, packed, drafts = rounds.run(self.target, self.proposer, drafts, self.draws)
+        self.clock.mark("verify")
+        return accepted, packed.fetch(), drafts
+
+    def _checked(self, tree: DraftTree) -> DraftTree:
+        """Return drafts, if the target can verify them. Raises `UserError`."""
         if self._users and (wrong := wrong_tree(tree, self.root, self.proposer, self.target)):
             raise UserError(f"drafter {self.proposer.name}: {wrong}")
         self.clock.mark("draft")
         return tree
 
     def _commit(self, accepted: Accepted) -> None:
-        """Give a round's result to the proposer, and its bonus token to the next round."""
+        """Give what a round accepted to the proposer, and its bonus token to the next round."""
         assert accepted.bonus is not None
         # The target has not been run on the bonus token, so it is in no cache yet.
         self.root = accepted.bonus
@@ -429,8 +446,8 @@ class _RunningBatch:
         # With no row left the loop ends, and `finish` releases the state.
         if not going or not ended:
             return
-        if isinstance(self.cache, StaticCache):
-            self.cache.stop(ended)
+        if self.static is not None:
+            self.static.cache.stop(ended)
             if isinstance(self.proposer, StaticProposer):
                 self.proposer.stop(ended)
             return

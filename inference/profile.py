@@ -51,7 +51,7 @@ def machine_of(target: Target) -> JsonObject:
         "device": torch.cuda.get_device_name(target.device) if cuda else "cpu",
         "threads": torch.get_num_threads(),
         "dtype": dtype_name(target.dtype),
-        "compiled": target.compiled,
+        "compiled": target.static,
         "torch": str(torch.__version__),
     }
 

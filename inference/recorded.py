@@ -2,11 +2,11 @@
 
 A round verifies a tree, commits what was accepted, and drafts the next tree. What goes from one
 round to the next has a place of its own: the tree, the choices (`Draws`), and the caches of target
-and drafter (`StaticCache`). So the kernels of one round can be recorded, and launched again without
-Python in every later round of the same form, of this batch or of another one.
+and drafter (`StaticTreeCache`). So the kernels of one round can be recorded, and launched again
+without Python in every later round of the same form, of this batch or of another one.
 
-Nothing here chooses a token: a recorded round runs the operators of `one_round`, in their order. On
-a CPU rounds are compiled, as two functions, so that no drafts are made after the end of a reply.
+Nothing here chooses a token: a recording runs the operators of a round, in their order. On a CPU
+rounds are compiled, as two functions, so that no drafts are made after the end of a reply.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -26,13 +25,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..heads.errors import first_line
+from .base.settings import Sampling
 from .proposers.contract import Proposer, StaticProposer
+from .rounds.accept import judge
+from .rounds.cache import Pool, StaticTreeCache, TreeCache
+from .rounds.outcome import Accepted, Hidden, Packed
 from .rounds.sampling import Draws
-from .rounds.tree import DraftTree
-from .targets.outcome import Accepted, verify
+from .rounds.tree import DraftTree, Pass
 
 if TYPE_CHECKING:
-    from .rounds.cache import StaticCache, TreeCache
     from .targets.causal_model import CausalModel
 
 log = logging.getLogger(__name__)
@@ -43,20 +44,28 @@ _FUNCTIONS: WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = WeakKeyDicti
 _NUMBERS = itertools.count()
 
 
-def one_round(
-    target: CausalModel, proposer: Proposer, tree: DraftTree, cache: TreeCache, draws: Draws
-) -> tuple[Accepted, DraftTree | None]:
-    """Verify `tree`, commit what was accepted, and return that and the next drafts.
+def run_nodes(
+    target: CausalModel, tree: DraftTree, cache: TreeCache, taps: tuple[int, ...]
+) -> tuple[Hidden, Tensor]:
+    """Return the features of the nodes of `tree`, and the target's logits `[B, N, V]`."""
+    nodes = Pass(depths=tree.tables.depths, visible=tree.tables.ancestors)
+    hidden = target.forward(tree.tokens, nodes, cache, taps)
+    return hidden, target.head(hidden.last)
 
-    Nothing is read by the host. A proposer that needs the host is left out: there are no drafts
-    then, and what was accepted has not been committed to it.
+
+def verify(
+    target: CausalModel, tree: DraftTree, cache: TreeCache, draws: Draws, taps: tuple[int, ...]
+) -> tuple[Accepted, Packed]:
+    """Verify `tree`, keep its accepted path in `cache`, and return it, without a transfer.
+
+    The path is as wide as the tree is deep. The texts of `draws` need space for as many tokens.
     """
-    accepted = verify(target, tree, cache, draws, proposer.taps)
-    if traced(proposer) is None:
-        return accepted, None
-    assert accepted.bonus is not None
-    proposer.commit(accepted)
-    return accepted, proposer.propose(accepted.bonus, draws)
+    hidden, logits = run_nodes(target, tree, cache, taps)
+    packed = Packed.of(tree, judge(tree, logits, draws))
+    accepted = Accepted.of(tree, packed, hidden)
+    cache.commit(accepted.gained, None if accepted.in_place else accepted.path)
+    draws.extend(accepted.ids, cache.progress(accepted.counts))
+    return accepted, packed
 
 
 def traced(proposer: Proposer) -> StaticProposer | None:
@@ -132,81 +141,78 @@ class Outside(TorchDispatchMode):
         return result
 
 
-class RecordedRound:
-    """`one_round` for trees of one form, recorded the third time that it is asked for."""
+StaticRound = tuple[Accepted, Packed, DraftTree | None]
+"""Accepted path, outcome on the device, and the next drafts if the proposer is part of the round.
 
-    def __init__(self, recorder: Any, tree: DraftTree, proposer: Proposer) -> None:
+Otherwise the path has not been committed to the proposer either, which needs the host for that.
+"""
+
+
+class RecordedRound:
+    """Rounds over trees of one form, recorded the third time that there is one."""
+
+    def __init__(
+        self,
+        recorder: Any,
+        tree: DraftTree,
+        proposer: Proposer,
+        cache: StaticTreeCache,
+        draws: Draws,
+    ) -> None:
         """Make places for the tree and for the state of the proposer."""
-        self._recorder = recorder
+        self._recorder, self._cache, self._draws = recorder, cache, draws
         self._place = tree.clone()
         names = part.left_for_commit if (part := traced(proposer)) else ()
         self._state = {name: getattr(proposer, name).clone() for name in names}
         self._calls = 0
-        self._accepted: Accepted | None = None
+        self._result: tuple[Accepted, Packed] | None = None
         self.outside = Outside()
 
-    def __call__(
-        self,
-        target: CausalModel,
-        proposer: Proposer,
-        tree: DraftTree,
-        cache: StaticCache,
-        draws: Draws,
-    ) -> tuple[Accepted, DraftTree | None]:
-        """Return what `one_round` does. What it returned before has been overwritten then.
-
-        `cache` and `draws` are the same in all calls.
-        """
+    def __call__(self, target: CausalModel, proposer: Proposer, tree: DraftTree) -> StaticRound:
+        """Verify `tree`, commit, and draft again. What was returned before is overwritten then."""
         if tree is not self._place:
             self._place.copy_(tree)
             self._keep_state(proposer)
 
-        def body() -> Accepted:
+        def body() -> tuple[Accepted, Packed]:
             # Of the round before: noise is a function of keys and positions, and is made again.
-            draws.forget_noise()
-            accepted, drafts = one_round(target, proposer, self._place, cache, draws)
-            if drafts is not None:
-                self._place.copy_(drafts)
+            self._draws.forget_noise()
+            found = verify(target, self._place, self._cache, self._draws, proposer.taps)
+            if traced(proposer):
+                accepted = found[0]
+                assert accepted.bonus is not None
+                proposer.commit(accepted)
+                self._place.copy_(proposer.propose(accepted.bonus, self._draws))
                 self._keep_state(proposer)
-            return accepted
+            return found
 
-        self._calls += 1
-        if self._accepted is not None:
+        if self._result is not None:
             self._recorder.replay()
-            accepted = self._accepted
-        elif self._calls == WARM_UP + 1 and (recorded := self._record(body)) is not None:
-            accepted = recorded
-        else:
-            if self._calls == WARM_UP + 1:
-                self._undo(proposer, cache)
-            accepted = self._recorder.warm_up(body)
+        elif self._calls == WARM_UP:
+            self._record(body, proposer)
+        accepted, packed = self._result or self._recorder.warm_up(body)
+        self._calls += 1
         # The roots have moved on, which no code of Python has noticed.
-        draws.forget_noise()
-        # The lists of the host belong to one round.
-        lists: Any = {"nodes": [], "tokens": [], "drafted": [], "refused": []}
-        fresh = replace(accepted, **lists, overlap=None)
-        return fresh, self._place if traced(proposer) is not None else None
+        self._draws.forget_noise()
+        return accepted, packed, self._place if traced(proposer) else None
 
-    def _record(self, body: Callable[[], Accepted]) -> Accepted | None:
-        """Record a round; None where that is not possible, and rounds go on as they are.
+    def _record(self, body: Callable[[], tuple[Accepted, Packed]], proposer: Proposer) -> None:
+        """Record and run a round. Where that is not possible, rounds go on as they are.
 
         A model that asks the host for a number cannot be recorded, and CUDA says so. Its operators
         have run twice before: what fails is the recording, in whatever library.
         """
         try:
             with self.outside:
-                self._accepted = self._recorder.record(body)
+                self._result = self._recorder.record(body)
         except Exception as error:  # noqa: BLE001
             log.warning("rounds are not recorded as a CUDA graph: %s", first_line(error))
-        return self._accepted
-
-    def _undo(self, proposer: Proposer, cache: StaticCache) -> None:
-        """Forget a recording that has stopped somewhere: none of its kernels has run."""
-        for used in (cache, part.own_cache if (part := traced(proposer)) else None):
-            if used is not None:
-                used.drop()
-        for name, place in self._state.items():
-            setattr(proposer, name, place)
+            # The recording has stopped somewhere, and none of its kernels has run.
+            for used in (self._cache, part.own_cache if (part := traced(proposer)) else None):
+                if used is not None:
+                    used.drop()
+            for name, place in self._state.items():
+                setattr(proposer, name, place)
 
     def _keep_state(self, proposer: Proposer) -> None:
         """Move what a proposer has left for its next `commit` to where that is read."""
@@ -215,27 +221,58 @@ class RecordedRound:
             setattr(proposer, name, place)
 
 
-def run(
-    target: CausalModel, proposer: Proposer, tree: DraftTree, cache: StaticCache, draws: Draws
-) -> tuple[Accepted, DraftTree | None]:
-    """Return what `one_round` does, from a recording, or compiled and without the next drafts.
+class StaticRounds:
+    """Rounds over one static cache, of one batch after another, and what has its place with it."""
 
-    `draws` are those of `StaticCache.place_draws`. Recorded rounds are kept with the cache whose
-    addresses they read, as long as there is their owner (`StaticProposer.owner_of_rounds`).
-    """
-    recorder = recorder_for(cache.device)
-    if recorder is None:
-        if tree.shape is not None:
-            _ = tree.tables  # they are kept for a shape, and need not be made in the function
-        function = compiled(verify, target, proposer.taps)
-        return function(target, tree, cache, draws, proposer.taps), None
-    # A round that the proposer has no part in is the same for all proposers.
-    part = traced(proposer)
-    rounds = cache.recorded.setdefault(part.owner_of_rounds(target) if part else target, {})
-    key = (proposer.taps, *tree.form, draws.sampling, part and part.round_key)
-    if key not in rounds:
-        rounds[key] = RecordedRound(recorder(), tree, proposer)
-    return rounds[key](target, proposer, tree, cache, draws)
+    def __init__(self, cache: StaticTreeCache) -> None:
+        self.cache = cache
+        self.recorded: WeakKeyDictionary[Any, dict[Any, RecordedRound]] = WeakKeyDictionary()
+        """By owner (`StaticProposer.owner_of_rounds`), as long as there is one, and form."""
+        self.draws: dict[Sampling, Draws] = {}
+        """Choices at their places."""
+
+    def place(self, draws: Draws) -> Draws:
+        """Return the choices of a new batch over tensors that stay where they are."""
+        if draws.sampling not in self.draws:
+            self.draws[draws.sampling] = draws.placed(self.cache.capacity)
+        placed = self.draws[draws.sampling]
+        placed.take(draws)
+        return placed
+
+    def run(
+        self, target: CausalModel, proposer: Proposer, tree: DraftTree, draws: Draws
+    ) -> StaticRound:
+        """Run a round, from a recording, or compiled and without the next drafts.
+
+        `draws` are those of `place`.
+        """
+        recorder = recorder_for(self.cache.device)
+        if recorder is None:
+            if tree.shape is not None:
+                _ = tree.tables  # they are kept for a shape, and need not be made in the function
+            function = compiled(verify, target, proposer.taps)
+            return *function(target, tree, self.cache, draws, proposer.taps), None
+        # A round that the proposer has no part in is the same for all proposers.
+        part = traced(proposer)
+        rounds = self.recorded.setdefault(part.owner_of_rounds(target) if part else target, {})
+        key = (proposer.taps, *tree.form, draws.sampling, part and part.round_key)
+        if key not in rounds:
+            rounds[key] = RecordedRound(recorder(), tree, proposer, self.cache, draws)
+        return rounds[key](target, proposer, tree)
+
+
+POOLS: WeakKeyDictionary[CausalModel, Pool[StaticRounds]] = WeakKeyDictionary()
+"""Static rounds of each target that no batch uses now."""
+
+
+def take_rounds(target: CausalModel, batch: int, capacity: int) -> StaticRounds:
+    """Return static rounds for another batch, which belong into the pool when it has ended."""
+    found = POOLS.setdefault(target, Pool()).pop((batch, capacity), None)
+    if found is None:
+        layers = target.layers_with_keys
+        return StaticRounds(StaticTreeCache(batch, capacity, target.device, layers))
+    found.cache.reset()
+    return found
 
 
 def propose(target: CausalModel, proposer: Proposer, root: Tensor, draws: Draws) -> DraftTree:

@@ -18,8 +18,8 @@ from .base.settings import GREEDY
 from .proposers.contract import Accepted, Prompts, Proposer
 from .rounds.accept import match
 from .rounds.cache import TreeCache
+from .rounds.outcome import Hidden
 from .rounds.sampling import Draws
-from .targets.causal_model import Hidden
 
 RANKS = 10  # best tokens of a draft whose accuracies are counted
 UNKNOWN = -2
@@ -99,7 +99,6 @@ def rounds_on_text(proposer: Proposer, ids: Tensor, start: int, hidden: Hidden) 
             proposer.commit(
                 Accepted(
                     tokens=[text[root + 1 : next_root + 1]],
-                    nodes=[path],
                     path=torch.tensor([path], device=ids.device),
                     ids=gained,
                     counts=count,

@@ -36,7 +36,7 @@ from ..inference.metrics import (
 from ..inference.proposers.ngram import PlainDecoding
 from ..inference.proposers.registry import load_proposer, proposer_of
 from ..inference.replay import rounds_on_text
-from ..inference.targets.causal_model import Hidden
+from ..inference.rounds.outcome import Hidden
 from ..inference.targets.masks import with_replies
 from ..inference.targets.stored import HeldOutPrompt, HeldOutText
 from ..inference.targets.target import Target, TargetSource

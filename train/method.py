@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ..heads.artifact import Artifact
     from ..heads.layout import DrafterModule
-    from ..inference.targets.causal_model import Hidden
+    from ..inference.rounds.outcome import Hidden
     from ..inference.targets.target import Target, TargetSource
     from .config import RunConfig
     from .data.batches import Batches

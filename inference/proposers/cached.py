@@ -16,7 +16,7 @@ from ...heads.vocabulary import to_target
 from ..base.tree_settings import MOST, TreeSettings
 from ..kernels import operators
 from ..kernels.trial import attention_fits
-from ..rounds.cache import Counts, KeptCache, TreeCache
+from ..rounds.cache import Counts, Pool, StaticTreeCache, TreeCache
 from ..rounds.device import send
 from ..rounds.sampling import Draws
 from .contract import Prompts
@@ -26,23 +26,35 @@ from .tree_plan import DrafterT, Planned, TreePlan
 class CachedProposer(Planned[DrafterT]):
     """Proposer of a drafter with a cache, which lasts for one batch."""
 
-    def __init__(self, settings: TreeSettings, device: torch.device) -> None:
-        """Start without a batch. Raises `UserError` for settings that do not go together."""
+    def __init__(self, settings: TreeSettings, device: torch.device, layers: int = 1) -> None:
+        """Start without a batch. Raises `UserError` for settings that do not go together.
+
+        The drafter has `layers` with keys whose accepted paths are moved in its cache.
+        """
         self.replan(TreePlan(settings))
         self._device = device
-        self._cache, self._kept = TreeCache(0, 0), KeptCache()
+        self._layers = layers
+        self._cache = TreeCache(0, 0)
+        self._pool = Pool[StaticTreeCache]()
 
     def _open_cache(self, prompts: Prompts, beyond: int, most: int | None = None) -> None:
         """Begin a batch with an empty cache.
 
         A round writes at most `beyond` slots after the text's, which has `most` positions at most.
         """
-        batch, length = prompts.ids.shape
-        # How long replies become is not known. This is a guess: a full cache doubles itself. One
-        # that cannot has the slots of a round beyond those of the target's.
+        (batch, length), cache = prompts.ids.shape, prompts.cache
+        if isinstance(cache, StaticTreeCache):
+            # It cannot grow: it has the slots of a round beyond those of the target's.
+            size = batch, cache.capacity + beyond
+            static = self._pool.pop(size, None)
+            static = static or StaticTreeCache(*size, self._device, self._layers)
+            static.reset()
+            self._cache, static.running = static, cache.running
+            return
+        # How long replies become is not known. This is a guess: a full cache doubles itself.
         guess = 2 * length + 64
         capacity = (guess if most is None else min(guess, most)) + beyond
-        self._cache = self._kept.beside(prompts.cache, batch, capacity, beyond, self._device)
+        self._cache = TreeCache(batch, capacity, self._device)
 
     @property
     def own_cache(self) -> TreeCache | None:
@@ -52,7 +64,8 @@ class CachedProposer(Planned[DrafterT]):
         self._cache.keep(rows)
 
     def finish(self) -> None:
-        self._kept.put(self._cache)
+        if isinstance(self._cache, StaticTreeCache):
+            self._pool.put(self._cache, self._cache)
         self._cache = TreeCache(0, 0)
 
 

@@ -13,10 +13,11 @@ from typing import NamedTuple, Self
 from torch import Tensor
 
 from ..rounds.cache import TreeCache
+from ..rounds.outcome import Accepted as Accepted
+from ..rounds.outcome import Hidden
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree
-from ..targets.causal_model import CausalModel, Hidden
-from ..targets.outcome import Accepted as Accepted
+from ..targets.causal_model import CausalModel
 
 
 @dataclass(kw_only=True)

@@ -66,7 +66,7 @@ class DFlashProposer(FeatureProposer[DFlashDrafter]):
         features = self.drafter.fuse(prompts.hidden.taps)
         counts = [len(tokens) - 1 for tokens in prompts.tokens]
         self._new = (features,), Counts(counts, prompts.lengths)
-        if prompts.cache.fixed:
+        if prompts.cache.static:
             # All at once, so that every round catches up with as many positions: here none.
             self._catch_up()
             none = features.new_zeros(len(counts), self.plan.length + 1, features.shape[-1])
@@ -99,7 +99,7 @@ class DFlashProposer(FeatureProposer[DFlashDrafter]):
         for start in range(0, fused.shape[1], PREFILL_CHUNK):
             chunk = fused[:, start : start + PREFILL_CHUNK]
             width = chunk.shape[1]
-            cache.open(width, masked=True)
+            window = cache.open(width)
             # A feature is at its own position. The committed ones are 0 .. length - 1, since
             # every position before the root has been committed.
             positions = torch.arange(width, device=self._device) + cache.starts()[:, None]
@@ -108,7 +108,7 @@ class DFlashProposer(FeatureProposer[DFlashDrafter]):
             for layer, (keys, values) in enumerate(
                 self.drafter.context(chunk, self.drafter.rotary(positions))
             ):
-                cache.update(keys.transpose(1, 2), values.transpose(1, 2), layer)
+                window.update(keys.transpose(1, 2), values.transpose(1, 2), layer)
             cache.commit_chunk(start, width, counts)
         self._new = None
 
@@ -119,13 +119,13 @@ class DFlashProposer(FeatureProposer[DFlashDrafter]):
         """
         cache, drafter = self._cache, self.drafter
         size = self.slots
-        cache.open(size, masked=True)
+        window = cache.open(size)
         # The context ends before the root, so its length is the root's position a, and slot j
         # is at a + j.
         positions = torch.arange(size, device=self._device) + cache.starts()[:, None]
         rotary = drafter.rotary(positions)
         # All slots see each other and the whole context.
-        attend = attention_of_nodes(cache, None, size, size, self._by_kernel)
+        attend = attention_of_nodes(window, None, size, self._by_kernel)
         state = drafter.embed(root[:, None], size)
         for index in range(drafter.shape.num_layers):
             state = drafter.layer(index, state, rotary, attend)

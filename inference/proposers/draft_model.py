@@ -20,12 +20,11 @@ from transformers import PreTrainedModel
 from ...heads.artifact import Artifact
 from ...heads.draft_model import DraftModel
 from ..base.tree_settings import TREE_SETTINGS, TreeSettings
-from ..rounds.cache import Counts, KeptCache
+from ..rounds.cache import Counts
 from ..rounds.device import row_of, send
 from ..rounds.sampling import Draws
-from ..rounds.tree import DraftTree
+from ..rounds.tree import DraftTree, Pass
 from ..targets.causal_model import CausalModel
-from ..targets.masks import Pass
 from ..targets.target import Target, TargetSource
 from .cached import CachedProposer
 from .contract import Accepted, Prompts
@@ -58,8 +57,8 @@ class DraftModelProposer(CachedProposer[PreTrainedModel]):
         # In a recording what recurrent layers keep of the last drafts would have to stay in place.
         self.traceable = not model.mixers
         self._known, self._stand_in = known, stand_in
-        super().__init__(settings.or_else(length=DEFAULT_LENGTH, width=1), model.device)
-        self._kept = KeptCache(model.layers_with_keys)
+        settings = settings.or_else(length=DEFAULT_LENGTH, width=1)
+        super().__init__(settings, model.device, model.layers_with_keys)
         # [B]: the token before the root
         self._before: Tensor
         # Tokens that each row runs next: the root, and before it the one that its cache may lack
@@ -151,7 +150,7 @@ class DraftModelProposer(CachedProposer[PreTrainedModel]):
 
     def commit(self, accepted: Accepted) -> None:
         """Keep the accepted drafts that were run, and note which token the cache lacks."""
-        drafts = Counts([len(nodes) - 1 for nodes in accepted.nodes], accepted.counts - 1)
+        drafts = Counts([count - 1 for count in accepted.gained.here], accepted.counts - 1)
         if self.plan.width == 1:
             # `staged` is what the chain has run: all of it lies in order, so nothing is moved.
             # Example: a chain of 4 drafts has run 3, so of 4 accepted drafts 3 are committed, and

@@ -47,7 +47,7 @@ class EagleProposer(FeatureProposer[RecyclingDrafter]):
         ids, lengths = prompts.ids, prompts.lengths
         # `tokens` has the first root at its end, which is not part of the prompt.
         counts = Counts([len(tokens) - 1 for tokens in prompts.tokens], lengths)
-        if prompts.cache.fixed:
+        if prompts.cache.static:
             # All positions are run but each prompt's last. The first round catches up with that, as
             # one of as many positions as a tree has levels and a root: so all rounds have the same
             # shapes.
@@ -143,15 +143,14 @@ class EagleProposer(FeatureProposer[RecyclingDrafter]):
         sees; None: all.
         """
         cache, drafter = self._cache, self.drafter
-        count = tokens.shape[1]
-        cache.open(count, masked=True)
+        window = cache.open(tokens.shape[1])
         # A row is at the position of its feature, one before that of its token: the first row
         # after the committed ones has their number as its position, and siblings share a position.
         positions = cache.starts()[:, None] + offset
 
         # One undecided slot is the row's own. In a chain (None) a row sees all rows before it.
         seen = None if slots == 1 else visible
-        attend = attention_of_nodes(cache, seen, count, slots, self._by_kernel)
+        attend = attention_of_nodes(window, seen, slots, self._by_kernel)
         # A missing node has token -1. It runs as token 0, and nothing of it is kept.
         token_part = drafter.token_part(tokens.clamp(0, drafter.shape.vocab_size - 1))
         return drafter.advance(token_part, state, drafter.rotary(positions), attend)

@@ -192,7 +192,7 @@ class WithLookup(StaticProposer):
     def prefill(self, prompts: Prompts) -> None:
         self.trained.prefill(prompts)
         self._lookup.prefill(prompts)
-        self._can_skip, self._in_all, self._pending = False, prompts.cache.fixed, []
+        self._can_skip, self._in_all, self._pending = False, prompts.cache.static, []
         self._idle = set()
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:

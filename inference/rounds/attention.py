@@ -12,38 +12,41 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ...heads.layers import Attend
 from ..kernels import operators
-from .cache import TreeCache, visible_slots
+from .cache import Window
 
 FEW = 256  # positions of one forward pass for which heads of the same keys are folded
 KERNEL_FEW = 64  # nodes of a drafter that its kernel is tried with; it holds scratch for each
 
 
 def attention_of_nodes(
-    cache: TreeCache, visible: Tensor | None, count: int, undecided: int, kernel: bool
+    window: Window, visible: Tensor | None, undecided: int, kernel: bool
 ) -> Attend:
-    """Return the attention of a drafter's layers for the last `count` of U `undecided` slots.
+    """Return the attention of a drafter's layers for the nodes that a `window` is open for.
 
-    The nodes see every committed slot, and the undecided ones for which `visible` `[1 | B, N, U]`
-    bool is true; None: all. With `kernel` few nodes are run by draftsmith's own kernel, which reads
-    nothing but the slots in use. The function is that of `attention_over`.
+    They are the last of U `undecided` slots, and see every committed slot, and the undecided ones
+    for which `visible` `[1 | B, N, U]` bool is true; None: all. With `kernel` few nodes are run by
+    draftsmith's own kernel, which reads nothing but the slots in use. The function is that of
+    `attention_over`.
     """
-    kernel = kernel and count <= KERNEL_FEW
-    if visible is None and (kernel or not cache.uniform):
-        visible = torch.ones(1, count, undecided, dtype=torch.bool, device=cache.device)
+    kernel = kernel and window.count <= KERNEL_FEW
+    if visible is None and (kernel or not window.cache.uniform):
+        shape = 1, window.count, undecided
+        visible = torch.ones(shape, dtype=torch.bool, device=window.cache.device)
     if kernel:
         assert visible is not None
-        return _by_kernel(cache, visible)
+        return _by_kernel(window, visible)
     # Equally long rows that see every slot need no mask. Of rows of different lengths the shorter
     # ones must not see the slots after their own.
-    see = None if visible is None else visible_slots(visible, cache, cache.seen(count))[:, None]
-    return attention_over(cache, see)
+    see = None if visible is None else visible_slots(visible, window)[:, None]
+    return attention_over(window, see)
 
 
-def _by_kernel(cache: TreeCache, visible: Tensor) -> Attend:
+def _by_kernel(window: Window, visible: Tensor) -> Attend:
+    cache = window.cache
     depths = torch.zeros(1, visible.shape[1], dtype=torch.long, device=visible.device)
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        cache.update(keys.transpose(1, 2), values.transpose(1, 2), layer)
+        window.update(keys.transpose(1, 2), values.transpose(1, 2), layer)
         state = cache.states[layer]
         return operators.attend(
             queries.contiguous(), state.keys, state.values, cache.starts(), visible, depths, 0, 0
@@ -52,11 +55,33 @@ def _by_kernel(cache: TreeCache, visible: Tensor) -> Attend:
     return attend
 
 
-def attention_over(cache: TreeCache, mask: Tensor | None, causal: bool = False) -> Attend:
-    """Return the attention of decoder layers over `cache`, which must be open for N positions.
+def visible_slots(visible: Tensor, window: Window) -> Tensor:
+    """Return `[1 | B, N, width]` bool: the cache slots that each of N positions sees.
+
+    All positions see all committed slots. `visible` `[1 | B, N, U]` bool says which of the U
+    undecided slots, these N included, each position sees. `width` is that of the `window` of the
+    pass. The first axis is 1 if the rows are equally long and `visible` has one row.
+    """
+    starts, width = window.cache.row_starts(), window.width
+    # Index of each slot among the undecided ones; negative: the slot is committed. Example: 5
+    # committed and 2 undecided slots of a width of 8 have the indices -5 .. -1, 0, 1 and 2, of
+    # which the last is out of use.
+    undecided_index = torch.arange(width, device=visible.device)[None] - starts[:, None]
+    undecided = visible.shape[-1]
+    batch = max(len(undecided_index), len(visible))
+    # Slots outside of the undecided ones read a clamped entry, which the last line replaces: true
+    # for committed slots, false for slots that nothing has written.
+    clamped = undecided_index.clamp(0, undecided - 1)
+    index = clamped[:, None].expand(batch, visible.shape[1], width)
+    see = visible.expand(batch, -1, -1).gather(2, index)
+    return (undecided_index < 0)[:, None] | (see & (undecided_index < undecided)[:, None])
+
+
+def attention_over(window: Window, mask: Tensor | None, causal: bool = False) -> Attend:
+    """Return the attention of decoder layers of a pass with this `window`.
 
     The function takes a layer's index, queries `[B, N, G, E]`, keys and values `[B, N, Gkv, E]`;
-    it writes keys and values into the cache, and returns `[B, N, G * E]`. `mask`
+    it writes keys and values into the window, and returns `[B, N, G * E]`. `mask`
     `[1 | B, 1, N, slots]` is true where a query sees a slot, or is added to the scores; None: every
     query sees every slot, or with `causal` those up to its own, where the N positions are the last.
     """
@@ -65,7 +90,7 @@ def attention_over(cache: TreeCache, mask: Tensor | None, causal: bool = False) 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         count, shared = queries.shape[1], queries.shape[2] // keys.shape[2]
         # Caches and torch's attention want the axis of the heads before that of the positions.
-        keys, values = cache.update(keys.transpose(1, 2), values.transpose(1, 2), layer)
+        keys, values = window.update(keys.transpose(1, 2), values.transpose(1, 2), layer)
         if count > FEW or (causal and count > 1):
             return _of_a_prompt(queries.transpose(1, 2), keys, values, mask, causal)
         # Attention head g reads key-value head g // shared. Heads of the same keys become rows of

@@ -10,24 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
-from ..base.settings import Sampling
-from .device import fixed, send
+from .device import send, static_address
 from .recurrent import RecurrentStates
-from .sampling import Draws
 
 
 @dataclass
 class Counts:
     """Numbers of positions, one for each row: on the host, and `[B]` on the device.
 
-    `here` is empty where the host does not know them. A cache with fixed shapes does not ask.
+    `here` is empty where the host does not know them. A static cache does not ask.
     """
 
     here: list[int]
@@ -71,10 +68,11 @@ class KeysAndValues:
         self.values.zero_()
 
 
-class TreeCache(Cache):
+class TreeCache:
     """Cache of `lengths[b]` committed positions of each row b, followed by `staged` undecided ones.
 
-    A forward pass writes its N positions after both. `stage` leaves them undecided, so that the
+    A forward pass writes its N positions after both, into the window that `open` returns. `stage`
+    leaves them undecided, so that the
     next forward pass comes after them (a drafter that runs its own tree); `commit` keeps the
     accepted path and drops the rest. Dropped slots are simply overwritten later, so nothing is ever
     shifted or padded: slot and position are the same number for all that is committed. What was
@@ -83,8 +81,8 @@ class TreeCache(Cache):
     Attention gets the slots in use. Buffers grow by doubling, and not beyond `limit`, if given.
     """
 
-    fixed: bool = False
-    """True if all rounds have to have the same shapes (`StaticCache`)."""
+    static = False
+    """True if all rounds have to have the same shapes (`StaticTreeCache`)."""
 
     def __init__(
         self,
@@ -93,8 +91,6 @@ class TreeCache(Cache):
         device: torch.device | str = "cpu",
         limit: int | None = None,
     ):
-        # transformers demands layers or a class for them. All storage is here.
-        super().__init__(layers=[])
         self.capacity, self.limit = capacity, limit
         self.device = torch.device(device)
         self.staged = 0
@@ -106,14 +102,9 @@ class TreeCache(Cache):
         self._lengths: list[int] | None = [0] * batch
         # `lengths` on the device; if None, made when it is first needed
         self._lengths_there: Tensor | None = None
-        # [B, N]: the slots that the next forward pass writes; None: the same slots in every row,
-        # which begin at `_start`
-        self._slots: Tensor | None = None
-        self._start = 0
-        # number of slots that the next forward pass gives attention; None: the whole buffer
-        self._end: int | None = 0
 
-    def __len__(self) -> int:
+    @property
+    def layers(self) -> int:
         """Number of layers that keep something here."""
         return len({*self.states, *self.recurrent.layers})
 
@@ -152,31 +143,26 @@ class TreeCache(Cache):
         positions = depths + first
         return positions.clamp(max=last) if self.longest + slots > last + 1 else positions
 
-    def seen(self, count: int) -> int:
-        """Return how many slots attention gets in a masked forward pass of `count` positions."""
-        return self.longest + self.staged + count
-
     def width(self, counts: Counts, most: int) -> int:
         """Return the columns that a tensor of `counts` positions of each row needs, of `most`."""
         return max(counts.here)
 
-    def open(self, count: int, masked: bool) -> None:
-        """Make space for a forward pass of `count` positions, and determine the slots it writes.
+    def open(self, count: int, text: bool = False) -> Window:
+        """Make space for a forward pass of `count` positions, and return the slots that it writes.
 
-        `masked`: an attention mask hides slots out of use.
+        `text`: the positions are those of texts, and no mask hides slots out of use.
         """
         self.recurrent.truncate(self.staged)
-        # Where the longest row goes on. Shorter ones go on earlier, as `_slots` says.
-        self._start = self.longest + self.staged
-        self._end = self._start + count
-        self.reserve(self._end)
+        # Where the longest row goes on. Shorter ones go on earlier, as the slots say.
+        end = self.longest + self.staged + count
+        self._reserve(end)
         # Slices with Python numbers are cheapest, but they hold for equally long rows only.
-        self._slots = None if self.uniform else self._next_slots(count)
+        return Window(self, count, None if self.uniform else self._next_slots(count), end)
 
     def _next_slots(self, count: int) -> Tensor:
         return self.starts()[:, None] + self.staged + torch.arange(count, device=self.device)
 
-    def reserve(self, needed: int) -> None:
+    def _reserve(self, needed: int) -> None:
         """Grow to at least `needed` slots, by doubling up to `limit`."""
         if needed <= self.capacity:
             return
@@ -186,45 +172,18 @@ class TreeCache(Cache):
         for state in self.states.values():
             state.resize(self.capacity)
 
-    def update(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-        layer_idx: int,
-        *args: object,
-        **kwargs: object,
-    ) -> tuple[Tensor, Tensor]:
-        """Write keys and values `[B, Gkv, N, E]` of a layer into the slots that `open` determined.
+    def state_of(self, layer: int, keys: Tensor, values: Tensor) -> KeysAndValues:
+        """Return the state of a layer with keys and values such as these `[B, Gkv, N, E]`.
 
-        Returns the keys and values of the slots that attention gets. transformers' attention layers
-        call this; layers come in ascending order the first time.
+        Layers come in ascending order the first time.
         """
-        # Only now are heads, size, dtype and device of the layer known.
-        state = self.states.get(layer_idx)
+        state = self.states.get(layer)
         if state is None:
-            state = self.states[layer_idx] = self._new_state(key_states, value_states)
-        keys, values = state.keys, state.values
-        if self._slots is None:
-            keys[:, :, self._start : self._end] = key_states
-            values[:, :, self._start : self._end] = value_states
-        else:
-            slots = self._slots_on(keys.device)
-            _write(keys, slots, key_states)
-            _write(values, slots, value_states)
-            if self._end is None:
-                return keys, values
-        # Shorter rows are given slots after their own ends too, which the mask hides.
-        return keys[:, :, : self._end], values[:, :, : self._end]
+            state = self.states[layer] = self._new_state(keys, values)
+        return state
 
     def _new_state(self, keys: Tensor, values: Tensor) -> KeysAndValues:
         return KeysAndValues(_buffer(keys, self.capacity), _buffer(values, self.capacity))
-
-    def _slots_on(self, device: torch.device) -> Tensor:
-        """Return the slots of this pass on `device`, where a layer of a spread target lies."""
-        assert self._slots is not None
-        if self._slots.device != device:
-            self._slots = self._slots.to(device)  # the next layers mostly lie there too
-        return self._slots
 
     def stage(self, count: int) -> None:
         """Leave the `count` positions just written undecided, in front of the next ones."""
@@ -280,7 +239,7 @@ class TreeCache(Cache):
         2 positions commit 3 and 2, then 2 and 0.
         """
         # A compiled function would be compiled again for other numbers of the host.
-        numbers = [] if self.fixed else counts.here
+        numbers = [] if self.static else counts.here
         here = [min(max(count - start, 0), width) for count in numbers]
         self.commit(Counts(here, (counts.there - start).clamp(0, width)))
 
@@ -292,47 +251,102 @@ class TreeCache(Cache):
             state.keep(index)
         self.recurrent.keep(index)
 
-    # The interface of transformers' caches. A model calls these methods wherever it is given no
-    # mask: in a prefill, and for a single node, which sees everything before it.
+
+class Window(Cache):
+    """Slots of a `TreeCache` that one forward pass of `count` positions writes and attends to.
+
+    It is the cache that a model of transformers is given.
+    """
+
+    def __init__(self, cache: TreeCache, count: int, slots: Tensor | None, end: int | None) -> None:
+        """`slots` `[B, N]` are written, or the last `count` before `end` in every row if None.
+
+        Attention gets the slots before `end`, or the whole buffer if that is None.
+        """
+        # transformers demands layers or a class for them. All storage is in `cache`.
+        super().__init__(layers=[])
+        self.cache, self.count = cache, count
+        self._slots, self._end = slots, end
+
+    @property
+    def width(self) -> int:
+        """Number of slots that attention gets."""
+        if self._end is not None:
+            return self._end
+        # Of the buffers, whose size a compiler was asked to leave open; a number it would fix.
+        first = next(iter(self.cache.states.values()), None)
+        return self.cache.capacity if first is None else first.keys.shape[2]
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[Tensor, Tensor]:
+        """Write keys and values `[B, Gkv, N, E]` of a layer.
+
+        Returns the keys and values of the slots that attention gets. transformers' attention layers
+        call this.
+        """
+        state = self.cache.state_of(layer_idx, key_states, value_states)
+        keys, values, end = state.keys, state.values, self._end
+        if self._slots is None:
+            assert end is not None
+            keys[:, :, end - self.count : end] = key_states
+            values[:, :, end - self.count : end] = value_states
+        else:
+            if self._slots.device != keys.device:  # of a layer of a spread target
+                self._slots = self._slots.to(keys.device)  # the next ones mostly lie there too
+            _write(keys, self._slots, key_states)
+            _write(values, self._slots, value_states)
+            if end is None:
+                return keys, values
+        # Shorter rows are given slots after their own ends too, which the mask hides.
+        return keys[:, :, :end], values[:, :, :end]
+
+    # A model of transformers calls the others wherever it is given no mask: in a prefill, and for a
+    # single node, which sees everything before it.
+
+    def __len__(self) -> int:
+        return self.cache.layers
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.longest + self.staged
+        return self.cache.longest + self.cache.staged
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         # Number of slots that attention gets, and the first of them.
-        return self._start + query_length, 0
+        return self.width, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        return self.capacity
+        return self.cache.capacity
 
 
-class StaticCache(TreeCache):
-    """Cache whose shapes never change, for compiled functions and recorded rounds.
+class StaticTreeCache(TreeCache):
+    """Cache whose shapes never change, for static rounds.
 
     Attention gets the whole buffer in every forward pass over a tree, and buffers do not grow. Once
     `commit` was given `Counts`, the host does not know `lengths`. Rows do not leave: `stop` lets
     them idle, which commits nothing for them any more.
 
-    With `layers` the buffers of so many layers are one, so that two operators move a path.
+    The buffers of so many `layers` are one where that pays, so that two operators move a path.
     """
 
-    fixed = True
+    static = True
 
     def __init__(
         self, batch: int, capacity: int, device: torch.device | str = "cpu", layers: int = 1
     ):
         super().__init__(batch, capacity, device)
-        self._layers = layers
+        self._layers = layers if joins_layers(self.device) else 1
         # [2, layers, B, Gkv, C, E]: keys and values; None: layers have buffers of their own
         self._joint: Tensor | None = None
         # Always there, so that a compiled function finds the same inputs, and in one place, where
         # a recorded round finds them.
-        self._lengths_there = fixed(send([0] * batch, self.device))
-        self.running = fixed(send([1] * batch, self.device))
+        self._lengths_there = static_address(send([0] * batch, self.device))
+        self.running = static_address(send([1] * batch, self.device))
         """[B]: 0 for rows that idle."""
-        self.recorded: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
-        """Recorded rounds over these buffers, by owner and form (`recorded.run`)."""
-        self._draws: dict[Sampling, Draws] = {}
 
     @property
     def uniform(self) -> bool:
@@ -341,29 +355,15 @@ class StaticCache(TreeCache):
     def positions(self, depths: Tensor, slots: int, last: int) -> Tensor:
         return (depths + self.starts()[:, None]).clamp(max=last)
 
-    def seen(self, count: int) -> int:
-        # Of the buffers, whose size a compiler was asked to leave open; a number it would fix.
-        first = next(iter(self.states.values()), None)
-        return self.capacity if first is None else first.keys.shape[2]
-
     def width(self, counts: Counts, most: int) -> int:
         return most
 
-    def place_draws(self, draws: Draws) -> Draws:
-        """Return the choices of a new batch over tensors that stay where they are."""
-        if draws.sampling not in self._draws:
-            self._draws[draws.sampling] = draws.placed(self.capacity)
-        placed = self._draws[draws.sampling]
-        placed.take(draws)
-        return placed
+    def open(self, count: int, text: bool = False) -> Window:
+        if text:  # a prefill, which gives attention the slots in use only
+            return super().open(count, text)
+        return Window(self, count, self._next_slots(count), None)
 
-    def open(self, count: int, masked: bool) -> None:
-        if masked:
-            self._slots, self._end = self._next_slots(count), None
-        else:  # a prefill, which gives attention the slots in use only
-            super().open(count, masked)
-
-    def reserve(self, needed: int) -> None:
+    def _reserve(self, needed: int) -> None:
         assert needed <= self.capacity, "buffers of one size were made for all that may come"
 
     def _new_state(self, keys: Tensor, values: Tensor) -> KeysAndValues:
@@ -371,7 +371,7 @@ class StaticCache(TreeCache):
         for buffer in (state.keys, state.values):
             # One function for all capacities. "maybe": a function that depends on it is compiled
             # for each of them.
-            torch._dynamo.maybe_mark_dynamic(fixed(buffer), 2)
+            torch._dynamo.maybe_mark_dynamic(static_address(buffer), 2)
         return state
 
     def _part(self, keys: Tensor, values: Tensor) -> KeysAndValues | None:
@@ -393,7 +393,10 @@ class StaticCache(TreeCache):
             return KeysAndValues(part[0], part[1])
         # Layers of different sizes: what the first ones have in the joint buffer moves out of it.
         for state in self.states.values():
-            state.keys, state.values = fixed(state.keys.clone()), fixed(state.values.clone())
+            state.keys, state.values = (
+                static_address(state.keys.clone()),
+                static_address(state.values.clone()),
+            )
         self._joint = None
         return None
 
@@ -419,9 +422,6 @@ class StaticCache(TreeCache):
         """Let batch rows idle: what they still compute is written over in every round."""
         self.running.index_fill_(0, send(rows, self.device), 0)
 
-    def keep(self, rows: Sequence[int]) -> None:
-        raise AssertionError("rows of a static cache do not leave; `stop` them")
-
     def reset(self) -> None:
         """Forget everything, at the same addresses."""
         self.staged, self._lengths = 0, [0] * len(self.starts())
@@ -432,44 +432,19 @@ class StaticCache(TreeCache):
         self.recurrent.reset()
 
 
-class KeptCache:
-    """Static caches that later batches of the same sizes use again, with their recorded rounds."""
+Kept = TypeVar("Kept")
+
+
+class Pool(dict[tuple[int, int], Kept]):
+    """Static caches that no batch uses now, or rounds over them, by batch and capacity."""
 
     MOST = 3  # capacities are powers of two: those of short, usual and long requests
 
-    def __init__(self, layers: int = 1) -> None:
-        """Keep no cache yet; they are of models with `layers`, whose accepted paths are moved."""
-        self._layers = layers
-        self._caches: dict[tuple[int, int], StaticCache] = {}  # the one used last at the end
-
-    def take(self, batch: int, capacity: int, device: torch.device) -> StaticCache:
-        """Return an empty cache; arguments are those of `StaticCache`."""
-        cache = self._caches.pop((batch, capacity), None)
-        if cache is None:
-            layers = self._layers if joins_layers(device) else 1
-            return StaticCache(batch, capacity, device, layers)
-        cache.reset()
-        return cache
-
-    def beside(
-        self, cache: TreeCache, batch: int, capacity: int, more: int, device: torch.device
-    ) -> TreeCache:
-        """Return an empty cache of `capacity` slots for a drafter of the target that has `cache`.
-
-        Next to a static one it is static, with `more` slots than that.
-        """
-        if not isinstance(cache, StaticCache):
-            return TreeCache(batch, capacity, device)
-        own = self.take(batch, cache.capacity + more, device)
-        own.running = cache.running
-        return own
-
-    def put(self, cache: TreeCache) -> None:
-        """Keep the cache of a batch that has ended, if it is static."""
-        if isinstance(cache, StaticCache):
-            self._caches[len(cache.starts()), cache.capacity] = cache
-            while len(self._caches) > self.MOST:
-                del self._caches[next(iter(self._caches))]
+    def put(self, cache: StaticTreeCache, used: Kept) -> None:
+        """Keep what has `cache` for later batches, and of too many those that were used last."""
+        self[len(cache.starts()), cache.capacity] = used
+        while len(self) > self.MOST:
+            del self[next(iter(self))]
 
 
 def joins_layers(device: torch.device) -> bool:
@@ -506,25 +481,3 @@ def _move(buffer: Tensor, source: Tensor, goal: Tensor) -> None:
         shape = *buffer.shape[:-2], source.shape[1], buffer.shape[-1]
         moved = buffer.gather(-2, source[:, None, :, None].expand(shape))
     _write(buffer, goal, moved)
-
-
-def visible_slots(visible: Tensor, cache: TreeCache, width: int) -> Tensor:
-    """Return `[1 | B, N, width]` bool: the cache slots that each of N positions sees.
-
-    All positions see all committed slots. `visible` `[1 | B, N, U]` bool says which of the U
-    undecided slots, these N included, each position sees. `width` is the number of slots that
-    attention gets. The first axis is 1 if the rows are equally long and `visible` has one row.
-    """
-    starts = cache.row_starts()
-    # Index of each slot among the undecided ones; negative: the slot is committed. Example: 5
-    # committed and 2 undecided slots of a width of 8 have the indices -5 .. -1, 0, 1 and 2, of
-    # which the last is out of use.
-    undecided_index = torch.arange(width, device=visible.device)[None] - starts[:, None]
-    undecided = visible.shape[-1]
-    batch = max(len(undecided_index), len(visible))
-    # Slots outside of the undecided ones read a clamped entry, which the last line replaces: true
-    # for committed slots, false for slots that nothing has written.
-    clamped = undecided_index.clamp(0, undecided - 1)
-    index = clamped[:, None].expand(batch, visible.shape[1], width)
-    see = visible.expand(batch, -1, -1).gather(2, index)
-    return (undecided_index < 0)[:, None] | (see & (undecided_index < undecided)[:, None])

@@ -8,7 +8,6 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,8 +23,8 @@ def prepare(device: torch.device) -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def read_later(tensor: Tensor) -> Callable[[], Any]:
-    """Begin to bring a tensor to the host; return a function that waits for it, and gives lists.
+def read_later(tensor: Tensor) -> Callable[[], list[list[int]]]:
+    """Begin to bring a table to the host; return a function that waits for it, and gives its rows.
 
     It does not wait for what is launched in between, which may overwrite the tensor.
     """
@@ -37,7 +36,7 @@ def read_later(tensor: Tensor) -> Callable[[], Any]:
     arrived = torch.cuda.Event()
     arrived.record()
 
-    def read() -> Any:
+    def read() -> list[list[int]]:
         arrived.synchronize()
         return values.tolist()
 
@@ -51,25 +50,6 @@ def send(values: Tensor | Sequence[object], device: torch.device) -> Tensor:
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def best_of(scores: Tensor) -> Tensor:
-    """Return the index of the first of the largest numbers along the last axis: for training.
-
-    Recorded rounds have to find it by an operator of torch.
-    """
-    # On a CPU torch looks at one number after another, NumPy at a vector of them: 49,152 float32
-    # take 90 and 7 microseconds. A subclass, such as that of a tensor without memory, has no array.
-    if (
-        type(scores) is Tensor
-        and scores.device.type == "cpu"
-        and scores.is_floating_point()
-        and not torch.compiler.is_compiling()
-    ):
-        # NumPy has no bfloat16; wider numbers have the same order.
-        wide = scores.detach().to(torch.promote_types(scores.dtype, torch.float32))
-        return torch.from_numpy(np.asarray(wide.numpy().argmax(-1)))
-    return scores.argmax(-1)
 
 
 def row_of(numbers: tuple[int, ...], device: torch.device) -> Tensor:
@@ -96,9 +76,9 @@ class Clock:
         self._cuda = device.type == "cuda"
         # marks of the round that runs: the part that ended, and an event or seconds of
         # `time.perf_counter`
-        self._marks: list[Any] = []
+        self._marks: list[tuple[str, Any]] = []
         # marks and records of closed rounds whose seconds are not filled in yet
-        self._waiting: list[tuple[list[Any], list[Any]]] = []
+        self._waiting: list[tuple[list[tuple[str, Any]], Sequence[object]]] = []
 
     def mark(self, part: str = "") -> None:
         """Note the end of a part of the round, one of `PARTS`; none: the begin of the round."""
@@ -109,7 +89,7 @@ class Clock:
         else:
             self._marks.append((part, time.perf_counter()))
 
-    def close(self, records: list[Any]) -> None:
+    def close(self, records: Sequence[object]) -> None:
         """End a round; a part that was not marked took no time.
 
         Its seconds are written into the fields `t_draft_s`, `t_verify_s`, `t_accept_s` and `t_kv_s`
@@ -133,7 +113,7 @@ class Clock:
                     setattr(record, f"t_{part}_s", seconds)
 
 
-def fixed(tensor: Tensor) -> Tensor:
+def static_address(tensor: Tensor) -> Tensor:
     """Tell a compiler that a tensor stays where it is, and return it."""
     torch._dynamo.mark_static_address(tensor)
     return tensor

@@ -19,12 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .device import fixed
+from .device import static_address
 from .tree import Pass
 
 CHUNK = 64
@@ -44,18 +45,13 @@ class Terms:
     strength: Tensor  # [B, G, R, N]: beta of the delta rule, or what values are multiplied by
 
 
-@dataclass
-class Added:
+class Added(NamedTuple):
     """Contributions of U undecided nodes to the matrices, if they are accepted."""
 
     keys: Tensor  # [B, G, 1, U, K]
     corrections: Tensor  # [B, G, R, U, V]
     decays: Tensor  # [B, G, R, U, D]
     sums: Tensor  # [B, G, R, U, D]: of the decays along each node's path, with its own
-
-    def parts(self) -> tuple[Tensor, ...]:
-        """Return all tensors, in the order of the fields."""
-        return self.keys, self.corrections, self.decays, self.sums
 
 
 class RecurrentState:
@@ -77,7 +73,7 @@ class RecurrentState:
         elif self.new_inputs is not None and self.new_inputs.shape[1] > undecided:
             self.new_inputs = self.new_inputs[:, :undecided]
             if self.added is not None:
-                self.added = Added(*(x[:, :, :, :undecided] for x in self.added.parts()))
+                self.added = Added(*(x[:, :, :, :undecided] for x in self.added))
 
     def keep(self, index: Tensor) -> None:
         """Drop every batch row of the undecided nodes but those in `index`."""
@@ -85,10 +81,10 @@ class RecurrentState:
             index = index.to(self.new_inputs.device)
             self.new_inputs = self.new_inputs.index_select(0, index)
         if self.added is not None:
-            self.added = Added(*(x.index_select(0, index) for x in self.added.parts()))
+            self.added = Added(*(x.index_select(0, index) for x in self.added))
 
     def convolve(
-        self, new: Tensor, weight: Tensor, layout: Pass, bias: Tensor | None = None
+        self, new: Tensor, weight: Tensor, places: Pass, bias: Tensor | None = None
     ) -> Tensor:
         """Return the convolution `[B, N, C]` of inputs `new` `[B, N, C]` by `weight` `[W, C]`.
 
@@ -101,8 +97,8 @@ class RecurrentState:
             self.inputs = new.new_zeros(batch, width - 1, channels)
         parts = [self.inputs] if self.new_inputs is None else [self.inputs, self.new_inputs]
         every = torch.cat([*parts, new], 1)
-        if layout.counts is not None:
-            near = layout.documents
+        if places.counts is not None:
+            near = places.documents
             before = None if near is None else functional.pad(near, (width - 1, 0), value=-1)
             mixed = torch.zeros_like(new, dtype=wide) if bias is None else bias.to(wide)
             for back in range(width):
@@ -111,10 +107,10 @@ class RecurrentState:
                     read = read * (before[:, back : back + count] == near)[..., None]
                 mixed = mixed + read * weight[back]
             if near is None:
-                self.inputs.copy_(_windows_after(every, layout.counts, width - 1))
+                self.inputs.copy_(_windows_after(every, places.counts, width - 1))
             return mixed.to(new.dtype)
         self.new_inputs = every[:, width - 1 :]
-        windows = layout.windows(width)
+        windows = places.windows(width)
         if len(windows) == 1:
             read = every[:, windows[0]]
         else:
@@ -123,7 +119,7 @@ class RecurrentState:
         mixed = (read * weight).sum(2)
         return (mixed if bias is None else mixed + bias.to(wide)).to(new.dtype)
 
-    def recur(self, terms: Terms, delta: bool, layout: Pass) -> Tensor:
+    def recur(self, terms: Terms, delta: bool, places: Pass) -> Tensor:
         """Return what the positions read, `[B, G, R, N, V]`.
 
         `delta`: values are corrected by what the matrix holds for their keys.
@@ -131,11 +127,11 @@ class RecurrentState:
         if self.matrix is None:
             shape = *terms.values.shape[:3], terms.keys.shape[-1], terms.values.shape[-1]
             self.matrix = terms.values.new_zeros(shape)
-        if layout.counts is not None:
-            return self._over_text(terms, delta, layout.counts, layout.documents)
-        assert layout.visible is not None
+        if places.counts is not None:
+            return self._over_text(terms, delta, places.counts, places.documents)
+        assert places.visible is not None
         read, self.added = over_nodes(
-            self.matrix, self.added, terms, delta, layout.visible[:, None, None]
+            self.matrix, self.added, terms, delta, places.visible[:, None, None]
         )
         return read
 
@@ -155,9 +151,11 @@ class RecurrentState:
         for start in range(0, count, size):
             piece = slice(start, start + size)
             part = Terms(
-                *(x[:, :, :, piece] for x in (terms.queries, terms.keys, terms.values)),
-                decays[:, :, :, piece],
-                strength[:, :, :, piece],
+                queries=terms.queries[:, :, :, piece],
+                keys=terms.keys[:, :, :, piece],
+                values=terms.values[:, :, :, piece],
+                decays=decays[:, :, :, piece],
+                strength=strength[:, :, :, piece],
             )
             length = part.keys.shape[3]
             see = causal[:length, :length][None, None, None]
@@ -339,9 +337,9 @@ class _Stacked:
         )
 
     def _place(self, inputs: Tensor, matrices: Tensor | None) -> None:
-        self.inputs = fixed(inputs)
+        self.inputs = static_address(inputs)
         """[L, B, W - 1, C]."""
-        self.matrices = None if matrices is None else fixed(matrices)
+        self.matrices = None if matrices is None else static_address(matrices)
         """[L, B, G, R, K, V]; None for convolutions alone."""
         for layer, state in enumerate(self._states):
             state.inputs = self.inputs[layer]

@@ -63,13 +63,11 @@ class Draws:
         self._noise = None
 
     def placed(self, capacity: int) -> Draws:
-        """Return the same choices over tensors of their own, with space for `capacity` tokens."""
+        """Return choices with tensors of their own for `take`, and space for `capacity` tokens."""
         text = self._text
         if self.sampling.history_processor is not None:
             text = text[:, :1].repeat(1, capacity)
-        placed = Draws(self.sampling, self._keys.clone(), text, self.lengths)
-        placed.take(self)
-        return placed
+        return Draws(self.sampling, self._keys.clone(), text, self.lengths)
 
     def take(self, other: Draws) -> None:
         """Take over the requests of `other`, a batch of as many rows."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -173,7 +172,7 @@ class DraftTree:
         return replace(self, **{name: part.clone() for name, part in self._tensors().items()})
 
     @property
-    def form(self) -> tuple[Any, ...]:
+    def form(self) -> tuple[object, ...]:
         """All that a recorded round of these trees is fixed to: shapes, and which fields there are.
 
         A drafter with a lookup drafts trees in one round and chains in another.
@@ -252,6 +251,15 @@ class Pass:
         depths = self.depths if self.slot_depths is None else self.slot_depths
         assert depths is not None
         return depths
+
+    @property
+    def seen(self) -> Tensor:
+        """`visible` of tree nodes, also where that is None."""
+        if self.visible is not None:
+            return self.visible
+        assert self.depths is not None
+        shape = 1, self.depths.shape[1], self.undecided_depths.shape[1]
+        return torch.ones(shape, dtype=torch.bool, device=self.depths.device)
 
     def complete(self, ids: Tensor) -> Pass:
         """Return the pass of `ids` `[B, N]` with all that recurrent layers read, on their device.

@@ -349,7 +349,7 @@ class Engine:
                 self._waiting.remove(job)
                 self.counters.ended("cancelled")
             running = len(self._running)
-            if not self._waiting or (self.target.compiled and running):
+            if not self._waiting or (self.target.static and running):
                 return []
             waited = time.monotonic() - self._waiting[0].since
             if running >= BATCHES and waited < MAX_BATCH_WAIT_S:

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -23,12 +22,13 @@ from torch import Tensor, nn
 from ...heads.errors import UserError, first_line
 from ...heads.layout import dtype_name
 from ...heads.pretrained import UNSUPPORTED, known_reason
-from ..rounds.cache import Counts, KeptCache, TreeCache
+from ..rounds.cache import Counts, TreeCache, Window
 from ..rounds.device import send
+from ..rounds.outcome import Hidden
 from ..rounds.recurrent import RecurrentStates
 from ..rounds.tree import Pass, TreeShape
 from .fused import FusedDecoder, of_llama_form
-from .masks import Spans, in_documents, packed_mask, spans_of, tree_mask
+from .masks import Spans, in_documents, packed_masks, spans_of, tree_masks
 from .mixers import install, limit_steps, mixers_of, over, unknown_mixers
 from .model_head import KINDS_OF_ATTENTION, RECURRENT_KINDS, STATELESS_KINDS, ModelHead
 from .packed import PackedLinear, is_plain, linears_of, pack_linears, pays_to_pack
@@ -48,36 +48,19 @@ TRIAL_PATHS = ((0, 2, 3, 5), (0,))
 """Paths that two rows of a trial accept."""
 
 
-@dataclass
-class Hidden:
-    """Hidden states of one forward pass: after the final norm, and of each tap.
-
-    They are `[B, N, H]`, or `[S, H]` of one text, in the dtype of the model that made them.
-    """
-
-    last: Tensor
-    taps: tuple[Tensor, ...] = ()
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> Hidden:
-        """Return `function` of each of them."""
-        return Hidden(function(self.last), tuple(function(tap) for tap in self.taps))
-
-    @staticmethod
-    def joined(parts: Sequence[Hidden]) -> Hidden:
-        """Return the states of several passes side by side, as of one."""
-        taps = zip(*(part.taps for part in parts), strict=True)
-        return Hidden(
-            torch.cat([part.last for part in parts], dim=1),
-            tuple(torch.cat(list(tap), dim=1) for tap in taps),
-        )
-
-
 class CausalModel(ModelHead):
     """Causal language model, split into decoder and head."""
 
-    def __init__(self, model: nn.Module, tokenizer: Any, name: str, frozen: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        name: str,
+        frozen: bool = True,
+        spread: str = "whole",
+    ) -> None:
         """Split `model`, as `ModelHead` does. Raises `UserError`."""
-        super().__init__(model, tokenizer, name, frozen)
+        super().__init__(model, tokenizer, name, frozen, spread)
         # Draft models are named by their role, and targets by their path.
         self._called = f"target {name}" if frozen else name
         kinds = self.kinds_of_layers
@@ -95,11 +78,10 @@ class CausalModel(ModelHead):
         """Forward pass of decoding with fewer operators; None: transformers' own."""
         self.packed_bytes = 0
         """Bytes of matrices that are no parameters of `model` any more (`pack`)."""
-        self.compiled = False
-        """True if rounds run over caches of fixed shapes, as functions that are compiled once."""
-        self.kept_cache = KeptCache(self.layers_with_keys)
+        self.static = False
+        """True if rounds are static, where that pays: of fixed shapes, compiled or recorded."""
         self.masks_packed_rows = False
-        """True for models that keep documents of a row apart only by `packed_mask`: GPT-OSS."""
+        """True for models that keep documents of a row apart only by `packed_masks`: GPT-OSS."""
         self.attends_in_documents = False
         """True for models that attend to each document of a packed row by itself."""
 
@@ -137,55 +119,55 @@ class CausalModel(ModelHead):
     def forward(
         self,
         ids: Tensor,
-        layout: Pass | None = None,
+        places: Pass | None = None,
         cache: TreeCache | None = None,
         taps: tuple[int, ...] = (),
     ) -> Hidden:
         """Run the decoder over `ids` `[B, N]`, and return its last hidden states and `taps`.
 
-        `layout` says where they are and what they see; None: as a `Pass` without arguments. A
+        `places` says where they are and what they see; None: as a `Pass` without arguments. A
         node without a token, NO_NODE, runs as token 0, and an unknown token as the last one.
         """
-        layout = layout or Pass()
-        positions, mask, spans = layout.positions, None, None
-        if layout.depths is not None:
-            assert cache is not None, "tree nodes follow the positions of a cache"
+        places = places or Pass()
+        positions, masks, spans = places.positions, None, None
+        window = None if cache is None else cache.open(ids.shape[1], text=places.depths is None)
+        by_kernels = False
+        if places.depths is not None:
+            assert cache is not None and window is not None, "tree nodes follow a cache's positions"
             ids = ids.clamp(0, self.vocab_size - 1)
-            slots = layout.undecided_depths.shape[1]
-            in_tree = cache.positions(layout.depths, slots, self.max_positions - 1)
-            mask = layout if self._kernels_take(ids) else self.tree_mask(layout, in_tree, cache)
-            positions = in_tree.expand(len(ids), -1) if positions is None else positions
-        if layout.documents is not None and self.attends_in_documents:
-            spans = spans_of(layout.documents)
-        elif cache is not None:
-            cache.open(ids.shape[1], masked=mask is not None)
-        elif positions is not None and self.masks_packed_rows:
-            mask = packed_mask(positions, self.dtype, self.window, self._mixed)
-        decoder: Any = self.decoder
-        # transformers makes the masks of sliding windows for whole texts.
-        windowed_text = mask is None and self._sliding
-        if self.fused is not None and cache is not None and not windowed_text:
-            decoder = self.fused
             if positions is None:
-                start = cache.get_seq_length()
-                positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
+                slots = places.undecided_depths.shape[1]
+                in_tree = cache.positions(places.depths, slots, self.max_positions - 1)
+                positions = in_tree.expand(len(ids), -1)
+            by_kernels = self.fused is not None and self.fused.takes(ids)
+            if not by_kernels:
+                masks = tree_masks(places, window, self.dtype, self.window)
+        elif places.documents is not None and self.attends_in_documents:
+            spans = spans_of(places.documents)
+        elif window is None and positions is not None and self.masks_packed_rows:
+            masks = packed_masks(positions, self.dtype, self.window)
+        # transformers makes the masks of sliding windows for whole texts.
+        windowed_text = self._sliding and masks is None and not by_kernels
         with ExitStack() as stack:
-            apart = layout.documents is not None or self._has_written(layout)
+            # Without a cache transformers' own layers run, which know neither documents nor which
+            # positions were written one by one, in which some do not limit their steps.
+            written = places.written is not None and limit_steps(self.mixers)
+            apart = places.documents is not None or written
             if self.mixers and (cache is not None or apart):
-                # Without a cache transformers' own layers run, which know neither documents nor
-                # which positions were written one by one.
                 states = RecurrentStates() if cache is None else cache.recurrent
-                stack.enter_context(over(states, layout.complete(ids)))
+                stack.enter_context(over(states, places.complete(ids)))
+            if self.fused is not None and window is not None and not windowed_text:
+                if positions is None:
+                    start = window.get_seq_length()
+                    positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
+                return self.fused(ids, positions, places, masks, window, taps)
             if spans is not None:
-                stack.enter_context(in_documents(decoder))
-            hidden = Hidden(*run_decoder(decoder, ids, positions, mask, cache, taps, spans))
+                stack.enter_context(in_documents(self.decoder))
+            mask = masks and masks.for_transformers(self._mixed)
+            hidden = run_decoder(self.decoder, ids, positions, mask, window, taps, spans)
         if self.spread == "devices":  # each layer's states lie where the layer does
             return hidden.map(lambda states: states.to(self.device))
         return hidden
-
-    def _has_written(self, layout: Pass) -> bool:
-        """Return true if recurrent layers treat some of a pass's positions in another way."""
-        return layout.written is not None and limit_steps(self.mixers)
 
     def fuse(self, move: bool) -> None:
         """Run decoding by a `FusedDecoder` if the model is of Llama's form and both agree.
@@ -225,7 +207,7 @@ class CausalModel(ModelHead):
         try:
             found = self._trials()
         except Exception as error:  # a compiler of kernels may fail in any way
-            if not self._kernels_take(self._trial_ids()[None]):
+            if self.fused is None or not self.fused.takes(self._trial_ids()[None]):
                 raise
             return first_line(error)
         for start, mine, theirs in zip(self.trial_starts, found, expected, strict=True):
@@ -242,9 +224,6 @@ class CausalModel(ModelHead):
             if not start:
                 tolerance = min(tolerance, 2 * error + 2e-3)
         return ""
-
-    def _kernels_take(self, ids: Tensor) -> bool:
-        return self.fused is not None and self.fused.takes(ids)
 
     def pack(self) -> None:
         """Pack matrices for a CPU, where that pays.
@@ -291,23 +270,12 @@ class CausalModel(ModelHead):
             here = [min(max(length - start, 0), piece.shape[1]) for length in lengths]
             if self.mixers:
                 counts = send(here, ids.device)
-            layout = Pass(positions=positions, counts=counts)
-            outputs.append(self.forward(piece, layout, cache, taps))
+            places = Pass(positions=positions, counts=counts)
+            outputs.append(self.forward(piece, places, cache, taps))
             # Rows that go on have committed all of it, so that the next piece begins at the same
             # slot in all of them.
             cache.commit(here)
         return outputs[0] if len(outputs) == 1 else Hidden.joined(outputs)
-
-    def tree_mask(self, tree: Pass, positions: Tensor, cache: TreeCache) -> Any:
-        """Return the mask of tree nodes, in this model's dtype, with its windows; None: none."""
-        # A single node that sees all slots needs no mask: without one it sees what the cache gives.
-        # That is all it may see only if rows are equally long and no slot given is out of use.
-        all_seen = tree.visible is None or tree.visible.shape[2] == 1
-        if positions.shape[1] == 1 and all_seen and cache.uniform:
-            return None
-        return tree_mask(
-            tree, positions, cache, dtype=self.dtype, window=self.window, mixed=self._mixed
-        )
 
     @torch.no_grad()
     def check_tree(self) -> None:
@@ -372,13 +340,13 @@ class CausalModel(ModelHead):
         ids, tables = self._trial_ids().expand(2, -1), TRIAL.tables(self.device)
         cache, lengths = TreeCache(2, 16, self.device), [*TRIAL_LENGTHS]
         positions = torch.arange(start, start + PROMPT, device=self.device).expand(2, -1)
-        layout = Pass(
+        in_text = Pass(
             positions=positions,
             counts=send(lengths, self.device),
             written=torch.ones_like(positions, dtype=torch.bool),
         )
-        prompts = self.forward(ids[:, :PROMPT], layout, cache, taps)
-        assert len(cache) == self.stateful_layers, "some layers keep no state"
+        prompts = self.forward(ids[:, :PROMPT], in_text, cache, taps)
+        assert cache.layers == self.stateful_layers, "some layers keep no state"
         cache.commit(lengths)
         first = cache.starts()[:, None] + start
         in_tree = Pass(
@@ -442,15 +410,12 @@ def run_decoder(
     decoder: Any,
     ids: Tensor,
     positions: Tensor | None,
-    mask: Any,
-    cache: TreeCache | None,
+    mask: Tensor | dict[str, Tensor] | None,
+    window: Window | None,
     taps: tuple[int, ...],
     documents: Spans | None = None,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the last hidden state and the `taps` of a transformers decoder or a fused one."""
-    if isinstance(decoder, FusedDecoder):
-        assert positions is not None and cache is not None
-        return decoder(ids, positions, mask, cache, taps)
+) -> Hidden:
+    """Return the last hidden states and the `taps` of a transformers decoder."""
     # Only the tapped states are kept, since all of them hold the memory of every layer. Before 5.23
     # transformers keeps all, and takes a list for numbers of layers, which are one lower.
     kept = (list(taps) or False) if TAPS_BY_NUMBER else bool(taps)
@@ -458,8 +423,8 @@ def run_decoder(
         input_ids=ids,
         position_ids=positions,
         attention_mask=mask,
-        past_key_values=cache,
-        use_cache=cache is not None,
+        past_key_values=window,
+        use_cache=window is not None,
         output_hidden_states=kept,
         **({} if documents is None else {"documents": documents}),
     )
@@ -469,7 +434,7 @@ def run_decoder(
             f"the layers of {decoder.config.model_type} give several states for a token, which no "
             "drafter here can read; use one that reads none: a draft model, or a lookup"
         )
-    return last, tapped
+    return Hidden(last, tapped)
 
 
 def bytes_of(model: nn.Module) -> int:

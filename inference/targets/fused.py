@@ -24,8 +24,10 @@ from ...heads.layers import Attend, DecoderLayer
 from ..kernels import operators
 from ..kernels.trial import attention_fault
 from ..rounds.attention import FEW, attention_over
-from ..rounds.cache import TreeCache
-from .masks import Pass
+from ..rounds.cache import TreeCache, Window
+from ..rounds.outcome import Hidden
+from ..rounds.tree import Pass
+from .masks import Masks
 from .packed import is_plain
 
 # Names of all modules with weights. A model with any other is not of Llama's form.
@@ -58,33 +60,34 @@ class FusedDecoder:
         self._norms = [FusedNorm(layer.input_layernorm) for layer in layers]
         self._norm = FusedNorm(decoder.norm)
         self.takes_trees = False
-        """True if passes over trees are given as a `Pass`, and run by the kernels."""
+        """True if passes over trees are run by the kernels."""
 
     def __call__(
         self,
         ids: Tensor,
         positions: Tensor,
-        mask: Any,
-        cache: TreeCache,
+        places: Pass,
+        masks: Masks | None,
+        window: Window,
         taps: Sequence[int] = (),
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the last hidden state `[B, N, H]` and the `taps` of the positions `ids` `[B, N]`.
+    ) -> Hidden:
+        """Return the last hidden states and the `taps` of the positions `ids` `[B, N]`.
 
-        `mask` is that of `CausalModel.forward`; None: each position sees all before it. `cache` is
-        open for N positions.
+        Without `masks` each position sees all before it, but for nodes that the kernels take, which
+        see what `places` says.
         """
         states = self._embed(ids)
         cosines, sines = self._rotary(states, positions)
         rotary = cosines[:, :, None], sines[:, :, None]
         step: TorchStep | KernelStep
-        if isinstance(mask, Pass):
-            seen = {kind: Seen(mask, self._windows[kind]) for kind in set(self._kinds)}
-            step = KernelStep(rotary, cache, [seen[kind] for kind in self._kinds])
+        if places.depths is not None and self.takes(ids):
+            seen = {kind: Seen(places, self._windows[kind]) for kind in set(self._kinds)}
+            step = KernelStep(rotary, window.cache, [seen[kind] for kind in self._kinds])
         else:
             attends = {}
             for kind in set(self._kinds):
-                of_kind = mask[kind] if isinstance(mask, dict) else mask
-                attends[kind] = attention_over(cache, of_kind, causal=mask is None)
+                mask = masks and (masks.full if self._windows[kind] is None else masks.sliding)
+                attends[kind] = attention_over(window, mask, causal=masks is None)
             step = TorchStep(rotary, [attends[kind] for kind in self._kinds])
         tapped: dict[int, Tensor] = {}
         normed = step.first(states, self._norms[0])
@@ -96,7 +99,7 @@ class FusedDecoder:
                 tapped[index] = states
             states, normed = step(index, layer, states, normed, norm)
         tapped[len(self.layers)] = normed
-        return normed, tuple(tapped[tap] for tap in taps)
+        return Hidden(normed, tuple(tapped[tap] for tap in taps))
 
     def kernels_fit(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Return True if the kernels can run these layers."""
@@ -180,17 +183,15 @@ class KernelStep:
 
 
 class Seen:
-    """Slots that the nodes of a tree see; the cache is open for them."""
+    """Slots that the nodes of a tree see."""
 
     def __init__(self, tree: Pass, window: int | None) -> None:
         assert tree.depths is not None
         self.depths, self.window = tree.depths, window or 0
-        depths, slot_depths, visible = tree.depths, tree.undecided_depths, tree.visible
-        if visible is None:
-            shape = 1, depths.shape[1], slot_depths.shape[1]
-            visible = torch.ones(shape, dtype=torch.bool, device=depths.device)
+        visible = tree.seen
         if window is not None:
-            visible = visible & (depths[:, :, None] - slot_depths[:, None] < window)
+            back = tree.depths[:, :, None] - tree.undecided_depths[:, None]
+            visible = visible & (back < window)
         self.visible = visible.contiguous()
 
 

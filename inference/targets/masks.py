@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +23,8 @@ from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from ..rounds.cache import TreeCache, visible_slots
+from ..rounds.attention import visible_slots
+from ..rounds.cache import Window
 from ..rounds.device import send
 from ..rounds.tree import Pass
 
@@ -35,85 +37,91 @@ SHORT, FEWEST = 512, 8
 
 
 def with_replies(starts: Sequence[int], count: int) -> Pass:
-    """Return the layout of whole texts `[B, count]`, whose replies begin at `starts`."""
+    """Return the pass of whole texts `[B, count]`, whose replies begin at `starts`."""
     return Pass(written=torch.arange(count) >= torch.tensor(starts)[:, None])
 
 
-def packed_mask(positions: Tensor, dtype: torch.dtype, window: int | None, mixed: bool) -> Any:
-    """Return the mask `[B, 1, S, S]` of packed rows: causal, and no document sees another.
+@dataclass(frozen=True)
+class Masks:
+    """Masks of one forward pass, added to the scores of attention: 0 where a slot is visible.
 
-    The mask is additive (0 = visible) and has `dtype`. A document begins wherever `positions`
-    `[B, S]` do not go on by one. `window` is that of a model with sliding layers, which see only
-    keys less than so many positions back; None for a model without. A `mixed` model has both kinds
-    of layers and takes a dict with a mask for each, under transformers' names.
+    Every implementation of attention that takes a 4D mask takes an additive one.
+    """
+
+    full: Tensor
+    """[1 | B, 1, N, slots]: of layers that see all positions."""
+    sliding: Tensor | None = None
+    """The same of layers with a sliding window; None for a model without."""
+
+    def for_transformers(self, mixed: bool) -> Tensor | dict[str, Tensor]:
+        """Return what a decoder of transformers takes, whose layers differ in kind if `mixed`."""
+        if self.sliding is None:
+            return self.full
+        both = {"full_attention": self.full, "sliding_attention": self.sliding}
+        return both if mixed else self.sliding
+
+
+def packed_masks(positions: Tensor, dtype: torch.dtype, sliding: int | None) -> Masks:
+    """Return the masks of packed rows: causal, and no document sees another.
+
+    A document begins wherever `positions` `[B, S]` do not go on by one. `sliding` is the window of
+    a model with sliding layers, which see only keys less than so many positions back; None for a
+    model without.
     """
     begins = functional.pad(positions[:, 1:] != positions[:, :-1] + 1, (1, 0))
     # Example: positions 0 1 2 0 1 begin a document at index 3 and have the documents 0 0 0 1 1.
     document = begins.cumsum(-1)
     order = torch.arange(positions.shape[1], device=positions.device)
     see = (document[:, :, None] == document[:, None, :]) & (order[:, None] >= order)
-    full = _additive(see, dtype)
-    if window is None:
-        return full
     # `order` counts along the packed row. Within a document that is the distance of the positions,
     # and other documents are hidden already.
-    return _by_kind(full, order[:, None] - order >= window, mixed)
+    far = None if sliding is None else order[:, None] - order >= sliding
+    return _masks(see, far, dtype)
 
 
-def _additive(see: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the mask `[B, 1, N, slots]` that hides what `see` `[B, N, slots]` is false for."""
+def _masks(see: Tensor, far: Tensor | None, dtype: torch.dtype) -> Masks:
+    """Return masks that hide what `see` `[B, N, slots]` is false for, sliding ones also `far`."""
+    least = torch.finfo(dtype).min  # as in transformers' own masks
     full = torch.zeros(see.shape, dtype=dtype, device=see.device)
-    # In place, since a packed row has S * S numbers; the least one, as in transformers' own masks.
-    return full.masked_fill_(~see, torch.finfo(dtype).min)[:, None]
+    # In place, since a packed row has S * S numbers.
+    full = full.masked_fill_(~see, least)[:, None]
+    return Masks(full, None if far is None else full.masked_fill(far, least))
 
 
-def _by_kind(full: Tensor, far: Tensor, mixed: bool) -> Any:
-    """Return the masks for layers that see all, and for sliding ones, which do not see `far`."""
-    sliding = full.masked_fill(far, torch.finfo(full.dtype).min)
-    return {"full_attention": full, "sliding_attention": sliding} if mixed else sliding
+def tree_masks(tree: Pass, window: Window, dtype: torch.dtype, sliding: int | None) -> Masks | None:
+    """Return the masks of the N tree nodes of a pass with this `window`; None: they need none.
 
-
-def tree_mask(
-    tree: Pass,
-    positions: Tensor,
-    cache: TreeCache,
-    *,
-    dtype: torch.dtype,
-    window: int | None,
-    mixed: bool,
-) -> Any:
-    """Return the mask `[1 | B, 1, N, slots]` of tree nodes at `positions` `[1 | B, N]`.
-
-    `window` and `mixed` are as in `packed_mask`. The mask is additive, since every attention
-    implementation that takes a 4D mask takes an additive one.
+    `sliding` is as in `packed_masks`.
     """
-    visible = tree.visible
-    slot_depths = tree.undecided_depths
-    count = positions.shape[1]
-    width, undecided = cache.seen(count), slot_depths.shape[1]
-    if visible is None:
-        visible = torch.ones(1, count, undecided, dtype=torch.bool, device=positions.device)
-    if cache.uniform and window is None:
+    cache, slot_depths = window.cache, tree.undecided_depths
+    undecided = slot_depths.shape[1]
+    # A single node that sees all slots needs no mask: without one it sees what the cache gives.
+    # That is all it may see only if rows are equally long and no slot given is out of use.
+    if window.count == 1 and (tree.visible is None or undecided == 1) and cache.uniform:
+        return None
+    visible = tree.seen
+    if cache.uniform and sliding is None:
         # Equally long rows have the tree in the same columns: `visible` has one for every undecided
         # slot, those of earlier passes too. All before it is committed, hence visible (0).
-        return functional.pad(_additive(visible, dtype), (cache.longest, 0))
-    full = _additive(visible_slots(visible, cache, width), dtype)
-    if window is None:
-        return full
-    starts = cache.row_starts()
-    slots = torch.arange(width, device=visible.device)[None]
-    undecided_index = slots - starts[:, None]  # negative: the slot is committed
+        undecided_part = _masks(visible, None, dtype).full
+        return Masks(functional.pad(undecided_part, (cache.longest, 0)))
+    see = visible_slots(visible, window)
+    if sliding is None:
+        return _masks(see, None, dtype)
+    assert tree.depths is not None
+    starts = cache.row_starts()[:, None]
+    slots = torch.arange(window.width, device=visible.device)[None]
+    undecided_index = slots - starts  # negative: the slot is committed
     # Slots outside of the undecided ones have no depth. What they read is replaced (committed
-    # slots) or hidden in `full` already (slots after the tree).
+    # slots) or hidden by `see` already (slots after the tree).
     clamped = undecided_index.clamp(0, undecided - 1)
-    batch = len(full)
-    depths = slot_depths.expand(batch, -1).gather(1, clamped.expand(batch, -1))
+    depths = slot_depths.expand(len(see), -1).gather(1, clamped.expand(len(see), -1))
     # A window counts positions: a committed slot's number is its position, while an undecided
     # one is at its depth, which siblings share.
-    key_positions = torch.where(undecided_index < 0, slots, starts[:, None] + depths)
+    key_positions = torch.where(undecided_index < 0, slots, starts + depths)
     # Example: with a window of 4 the node at position 9 sees the positions 6 to 9.
-    near = positions[..., None] - key_positions[:, None] < window
-    return _by_kind(full, ~near[:, None], mixed)
+    near = (starts + tree.depths)[..., None] - key_positions[:, None] < sliding
+    return _masks(see, ~near[:, None], dtype)
 
 
 class Spans:

@@ -27,7 +27,7 @@ from ..rounds.recurrent import RecurrentState, RecurrentStates, Terms
 from ..rounds.tree import Pass
 
 PASSES: dict[int | None, tuple[RecurrentStates, Pass]] = {}
-"""States and layout of the pass that each thread runs; None: of compiled code, without threads."""
+"""States and places of the pass that each thread runs; None: of compiled code, without threads."""
 
 
 class Mixer(ABC):
@@ -54,7 +54,7 @@ class Mixer(ABC):
         """Return what follows from a convolution `[B, N, C]`."""
         return functional.silu(mixed)
 
-    def terms(self, mixed: Tensor, rest: Any, layout: Pass) -> Terms | None:
+    def terms(self, mixed: Tensor, rest: Any, places: Pass) -> Terms | None:
         """Return the recurrence's terms of a convolution `[B, N, C]`; None: there is none."""
         return None
 
@@ -65,17 +65,17 @@ class Mixer(ABC):
         Without a recurrence `read` is the convolution `[B, N, C]`.
         """
 
-    def run(self, x: Tensor, state: RecurrentState, layout: Pass) -> Tensor:
+    def run(self, x: Tensor, state: RecurrentState, places: Pass) -> Tensor:
         """Return the module's output for hidden states `[B, N, H]`."""
         inputs, rest = self.project(x)
         weight, bias = self.convolution.weight.squeeze(1).T, self.convolution.bias
-        mixed = self.activate(state.convolve(inputs, weight, layout, bias))
-        terms = self.terms(mixed, rest, layout)
+        mixed = self.activate(state.convolve(inputs, weight, places, bias))
+        terms = self.terms(mixed, rest, places)
         if terms is None:
             return self.finish(mixed, None, rest)
         # Training may compute in bfloat16, in which differences of sums of decays lose their bits.
         with torch.autocast(x.device.type, enabled=False):
-            read = state.recur(terms, self.delta, layout)
+            read = state.recur(terms, self.delta, places)
         return self.finish(read.flatten(1, 2).transpose(1, 2), terms, rest)
 
 
@@ -90,7 +90,7 @@ class GatedDeltaNet(Mixer):
         rest = module.in_proj_z(x), module.in_proj_b(x), module.in_proj_a(x)
         return module.in_proj_qkv(x), rest
 
-    def terms(self, mixed: Tensor, rest: Any, layout: Pass) -> Terms:
+    def terms(self, mixed: Tensor, rest: Any, places: Pass) -> Terms:
         module = self.module
         _, strength, decay = rest
         sizes = module.key_dim, module.key_dim, module.value_dim
@@ -171,7 +171,7 @@ class KimiDeltaAttention(Mixer):
         inputs = torch.cat([module.q_proj(x), module.k_proj(x), module.v_proj(x)], -1)
         return inputs, x
 
-    def terms(self, mixed: Tensor, rest: Any, layout: Pass) -> Terms:
+    def terms(self, mixed: Tensor, rest: Any, places: Pass) -> Terms:
         module, heads = self.module, self.module.num_heads
         queries, keys, values = (_headed(x, heads, heads) for x in mixed.chunk(3, -1))
         return Terms(
@@ -207,17 +207,17 @@ class Mamba2(Mixer):
     def activate(self, mixed: Tensor) -> Tensor:
         return self.module.act(mixed)
 
-    def terms(self, mixed: Tensor, rest: Any, layout: Pass) -> Terms:
+    def terms(self, mixed: Tensor, rest: Any, places: Pass) -> Terms:
         module = self.module
         groups, heads = module.n_groups, module.num_heads
         states = groups * module.ssm_state_size
         values, keys, queries = mixed.split([module.intermediate_size, states, states], -1)
         steps = functional.softplus(rest[1].float() + module.dt_bias)
-        if layout.counts is not None:
+        if places.counts is not None:
             # `generate` writes by passes over one token, in which transformers does not limit
             # steps.
             limited = steps.clamp(*module.time_step_limit)
-            written = layout.written
+            written = places.written
             steps = limited if written is None else steps.where(written[..., None], limited)
         decays = -steps * module.A_log.float().exp()
         return Terms(
@@ -313,10 +313,10 @@ def install(mixers: list[Mixer]) -> None:
 
 
 @contextmanager
-def over(states: RecurrentStates, layout: Pass) -> Iterator[None]:
-    """Let this thread's pass run over `states`; `layout` is a `complete` one."""
+def over(states: RecurrentStates, places: Pass) -> Iterator[None]:
+    """Let this thread's pass run over `states`; `places` is a `complete` one."""
     thread = _thread()
-    PASSES[thread] = states, layout
+    PASSES[thread] = states, places
     try:
         yield
     finally:
@@ -332,8 +332,8 @@ def _run(
 ) -> Any:
     if (running := PASSES.get(_thread())) is None:
         return own(hidden_states, *arguments, **named)
-    states, layout = running
-    return mixer.run(hidden_states, states.of(mixer.module.layer_idx), layout)
+    states, places = running
+    return mixer.run(hidden_states, states.of(mixer.module.layer_idx), places)
 
 
 def _headed(x: Tensor, heads: int, groups: int) -> Tensor:

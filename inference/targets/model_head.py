@@ -96,7 +96,14 @@ class ModelHead(ConfigFacts):
     The layers may be shapes without numbers (`StoredTarget`); `CausalModel` can run them.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, name: str, frozen: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        name: str,
+        frozen: bool = True,
+        spread: str = "whole",
+    ) -> None:
         """Find the parts of `model`; its weights stop needing gradients if `frozen`. Raises
         `UserError` for a model without a head, or with layers that cannot be rolled back."""
         self.model: Any = model.eval()
@@ -104,7 +111,7 @@ class ModelHead(ConfigFacts):
             self.model.requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
-        self.spread = "whole"
+        self.spread = spread
         """Distribution over ranks and devices, see `TargetConfig`."""
         self.config = self.model.config.get_text_config()
         self.decoder: Any = self.model.get_decoder()

@@ -31,7 +31,7 @@ from ...heads.errors import UserError
 from ...heads.files import JsonObject, differs
 from ...heads.fingerprint import Fingerprint, hash_of
 from ...heads.pretrained import clear_errors, make_causal_lm, read_config, read_tokenizer
-from .causal_model import Hidden
+from ..rounds.outcome import Hidden
 from .model_head import ModelHead
 from .target import TargetSource, resolve_device, resolve_dtype
 from .target_files import check_there

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...heads.errors import UserError
 from ...heads.fingerprint import Fingerprint, weights_hash
@@ -76,11 +76,23 @@ class TargetSource(ModelHead, ABC):
 class Target(CausalModel, TargetSource):
     """Target that can be run."""
 
-    digest: str | None = None
-    """Hash of the weights, where they cannot be read here: spread over ranks, or packed."""
-    reference = False
-    """True if it decodes by transformers' own pass over matrices as they are stored, and draft
-    models for it do too (`TargetConfig.attention` is given)."""
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        name: str,
+        frozen: bool = True,
+        spread: str = "whole",
+        digest: str | None = None,
+        reference: bool = False,
+    ) -> None:
+        """Split `model`, as `CausalModel` does. Raises `UserError`."""
+        super().__init__(model, tokenizer, name, frozen, spread)
+        self.digest = digest
+        """Hash of the weights, where they cannot be read here: spread over ranks, or packed."""
+        self.reference = reference
+        """True if it decodes by transformers' own pass over matrices as they are stored, and draft
+        models for it do too (`TargetConfig.attention` is given)."""
 
     def fingerprint(self) -> Fingerprint:
         return Fingerprint.of(self.model, self.tokenizer, self.name, self.digest)
@@ -111,7 +123,7 @@ def load_for_decoding(config: TargetConfig) -> Target:
     target = load_target(replace(config, compile=False))
     if config.fused:
         target.pack()
-    target.compiled = config.compile
+    target.static = config.compile
     return target
 
 
@@ -149,14 +161,19 @@ def load_target(config: TargetConfig) -> Target:
     # a quantised model was placed as it was loaded
     if whole and not getattr(model, "is_quantized", False):
         model = model.to(device)
-    target = Target(model, tokenizer, config.path)
+    target = Target(
+        model,
+        tokenizer,
+        config.path,
+        spread=config.spread,
+        digest=digest,
+        reference=not config.fused,
+    )
     if config.spread == "devices" and target.mixers:
         raise UserError(
             f"target.spread=devices does not run recurrent layers, which target {config.path} has; "
             "use spread=fsdp"
         )
-    target.spread, target.digest = config.spread, digest
-    target.reference = not config.fused
     target.allow_added_tokens = config.allow_added_tokens
     return checked(target, fused=config.fused, move=True)
 

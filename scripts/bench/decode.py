@@ -39,9 +39,8 @@ from draftsmith.inference.proposers.contract import Proposer
 from draftsmith.inference.proposers.draft_model import DraftModelProposer
 from draftsmith.inference.proposers.ngram import PlainDecoding
 from draftsmith.inference.proposers.registry import load_proposer
-from draftsmith.inference.rounds.cache import StaticCache, TreeCache
-from draftsmith.inference.rounds.tree import TreeShape
-from draftsmith.inference.targets.masks import Pass
+from draftsmith.inference.rounds.cache import StaticTreeCache, TreeCache
+from draftsmith.inference.rounds.tree import Pass, TreeShape
 from draftsmith.inference.targets.target import Target, load_for_decoding
 
 NODES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
@@ -231,7 +230,7 @@ def verify_cost(target: Target, context: int, repeats: int) -> dict[int, float]:
     """Median seconds of a target forward with head over N nodes (chains; a tree of N nodes costs
     the same), taking turns."""
     ids = (torch.arange(context, device=target.device) * 7 % target.vocab_size)[None]
-    kind = StaticCache if target.compiled else TreeCache
+    kind = StaticTreeCache if target.static else TreeCache
     cache = kind(1, context + max(NODES), target.device)
     target.prefill(ids, [context], cache)
     times: dict[int, list[float]] = {count: [] for count in NODES}

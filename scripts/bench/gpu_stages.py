@@ -41,7 +41,8 @@ from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.proposers.medusa import MedusaProposer
 from draftsmith.inference.proposers.ngram import PlainDecoding
 from draftsmith.inference.proposers.registry import load_proposer
-from draftsmith.inference.rounds.cache import KeptCache, TreeCache
+from draftsmith.inference.recorded import POOLS
+from draftsmith.inference.rounds.cache import TreeCache
 from draftsmith.inference.rounds.device import prepare
 from draftsmith.inference.rounds.sampling import Draws
 from draftsmith.inference.rounds.tree import DraftTree
@@ -175,7 +176,7 @@ def exactness(report: Report, device: torch.device, tiny: bool) -> None:
             for compiled in (False, True) if device.type == "cuda" else (False,):
                 name = f"{Path(spec).name}, {rule}{', one graph' if compiled else ''}"
                 with noted(report, name):
-                    there.compiled = compiled
+                    there.static = compiled
                     proposer = load_proposer(spec, there, print)
                     found = [r.token_ids for r in generate(there, proposer, requests, 48, sampling)]
                     same = sum(a == b for a, b in zip(found, wanted, strict=True))
@@ -288,7 +289,7 @@ def graph(
 ) -> None:
     """Rounds as one CUDA graph each, over trees of `nodes` and `contexts`, plain decoding first."""
     target, floor = target_of_rounds(report, device, tiny)
-    target.compiled = device.type == "cuda"
+    target.static = device.type == "cuda"
     drafter = ready_drafter("eagle", target)
     for context in contexts:
         text, plain = Known(target, context, 24 if tiny else 48), 0.0
@@ -305,7 +306,7 @@ def graph(
                 decoded(report, name, row)
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    target.kept_cache = KeptCache(target.num_layers)
+    POOLS.clear()
     for name, make in islice(ways(target, tiny), 2, None):
         with noted(report, name):
             text = Known(target, contexts[0], 24 if tiny else 48)
@@ -346,9 +347,9 @@ class Known:
     def __init__(self, target: Target, context: int, count: int) -> None:
         self.target, self.count = target, count
         self.prompt = [5 + i % 400 for i in range(context)]
-        compiled, target.compiled = target.compiled, False
+        compiled, target.static = target.static, False
         self.plain = once(target, PlainDecoding(), self.prompt, count)
-        target.compiled = compiled
+        target.static = compiled
         self.tokens = torch.tensor([*self.prompt, *self.plain.token_ids], device=target.device)
         self.other: Generation | None = None
 

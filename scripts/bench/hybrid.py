@@ -31,8 +31,7 @@ from transformers import (
 )
 
 from draftsmith.inference.rounds.cache import Counts, TreeCache
-from draftsmith.inference.rounds.tree import TreeShape
-from draftsmith.inference.targets.masks import Pass
+from draftsmith.inference.rounds.tree import Pass, TreeShape
 from draftsmith.inference.targets.target import Target
 
 SIZES: dict[str, Any] = dict(
@@ -107,7 +106,7 @@ class Case:
         """Note the bytes of the undecided nodes, and what a state for each of them would take."""
         self.memory = self.snapshots = 0
         for state in self.cache.recurrent.layers.values():
-            kept = [state.new_inputs, *(state.added.parts() if state.added else ())]
+            kept = [state.new_inputs, *(state.added or ())]
             self.memory += sum(x.nbytes for x in kept if x is not None)
             whole = [x for x in (state.inputs, state.matrix) if x is not None]
             self.snapshots += max(SHAPES) * sum(x.nbytes for x in whole)

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.rounds.cache import TreeCache
-from draftsmith.inference.rounds.tree import TreeShape
-from draftsmith.inference.targets.masks import Pass
+from draftsmith.inference.rounds.tree import Pass, TreeShape
 from draftsmith.inference.targets.target import Target, load_target
 
 COMMITTED = 64  # positions before the nodes

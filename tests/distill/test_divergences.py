@@ -3,6 +3,7 @@ whole; memory."""
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import Any, get_args
 
@@ -17,6 +18,7 @@ from draftsmith.distill.divergences import (
     BLOCK_ROWS,
     NEEDS_LABELS,
     Divergence,
+    best_of,
     divergence,
     forward_kl,
     jensen_shannon,
@@ -326,3 +328,26 @@ def test_memory_never_holds_a_full_table_of_logits(name: Divergence) -> None:
         (loss,) = sum_in_chunks(function, hidden, (teacher, labels), list(layer.parameters()), rows)
         loss.backward()
     assert memory.peak > rows * vocab * 4, "a measurement that sees nothing proves nothing"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(7,), (3, 5, 33), (0, 4), (2, 0, 4)])
+def test_the_best_is_the_first_of_the_largest(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    scores = torch.randn(shape, dtype=dtype, requires_grad=True)
+    assert torch.equal(best_of(scores), scores.argmax(-1))
+    turned = torch.randn(33, 5, 3, dtype=dtype).transpose(0, -1)
+    assert torch.equal(best_of(turned), turned.argmax(-1))
+
+
+def test_best_of_handles_ties_infinities_and_nan() -> None:
+    inf = math.inf
+    rows = [
+        [1.0, 3.0, 3.0, 2.0],
+        [-inf, -inf, -inf, -inf],
+        [0.0, inf, 1.0, inf],
+        [1.0, math.nan, inf, 2.0],
+    ]
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        scores = torch.tensor(rows, dtype=dtype)
+        assert best_of(scores).tolist() == scores.argmax(-1).tolist() == [1, 0, 1, 1]

@@ -86,7 +86,7 @@ def decoded(
 
     def committed(accepted: Accepted) -> None:
         commit(accepted)
-        recorder.roots = [r + len(n) for r, n in zip(recorder.roots, accepted.nodes, strict=True)]
+        recorder.roots = [r + len(n) for r, n in zip(recorder.roots, accepted.tokens, strict=True)]
 
     def kept(rows: list[int]) -> None:
         keep(rows)
@@ -242,7 +242,6 @@ def test_the_context_cache_after_any_rounds_is_that_of_a_fresh_prefill(kind: str
             proposer.commit(
                 Accepted(
                     tokens=[ids[at + 1 : at + count + 1]],
-                    nodes=[list(range(count))],
                     path=nodes,
                     ids=new,
                     counts=counts,

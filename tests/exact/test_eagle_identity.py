@@ -22,9 +22,9 @@ from draftsmith.inference.proposers.contract import Accepted, Prompts
 from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.proposers.growth import Continue, Level
 from draftsmith.inference.rounds.cache import TreeCache
+from draftsmith.inference.rounds.outcome import Hidden
 from draftsmith.inference.rounds.sampling import Draws
 from draftsmith.inference.rounds.tree import DraftTree, TreeShape
-from draftsmith.inference.targets.causal_model import Hidden
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.data.batches import collate
 from draftsmith.train.data.features import LiveTarget
@@ -85,7 +85,7 @@ class TextRecorder(EagleProposer):
 
     def commit(self, accepted: Accepted) -> None:
         super().commit(accepted)
-        self._roots = [r + len(n) for r, n in zip(self._roots, accepted.nodes, strict=True)]
+        self._roots = [r + len(n) for r, n in zip(self._roots, accepted.tokens, strict=True)]
 
     def keep(self, rows: list[int]) -> None:
         super().keep(rows)

@@ -27,7 +27,7 @@ decoder = load(f"{quickstart}/target", f"{quickstart}/drafters/dspark", device="
 target = decoder.target
 ids = torch.arange(20)[None] % target.vocab_size
 taps = (0, 1, target.num_layers)
-_, found = run_decoder(target.decoder, ids, None, None, None, taps)
+found = run_decoder(target.decoder, ids, None, None, None, taps).taps
 expected = target.decoder(input_ids=ids, output_hidden_states=True).hidden_states
 replies = decoder.generate(prompts, 48)
 print(json.dumps({

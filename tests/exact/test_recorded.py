@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from draftsmith.inference import decode as loop
+from draftsmith.inference import recorded
 from draftsmith.inference.base.settings import Sampling, TargetConfig
 from draftsmith.inference.base.tree_settings import TreeSettings
 from draftsmith.inference.decode import Request, generate
@@ -56,9 +57,9 @@ def models(
 def test_recorded_rounds_of_hybrids_equal_unrecorded_ones(kind: str, tapes: list[Tape]) -> None:
     target, drafters = models(kind=kind)
     for way in ("plain", "draft-model chain", "draft-model tree", "eagle3 tree"):
-        target.compiled = False
+        target.static = False
         expected = without_times(run(target, drafters[way], SAMPLINGS["coupled"]))
-        target.compiled = True
+        target.static = True
         assert without_times(run(target, drafters[way], SAMPLINGS["coupled"])) == expected, way
     assert sum(tape.replays for tape in tapes) > 10
 
@@ -82,9 +83,9 @@ def test_recorded_rounds_are_those_of_growing_caches(
     monkeypatch.setattr(loop, "runs_ahead", lambda device: ahead)
     target, drafters = models(ways)
     for way, proposer in drafters.items():
-        target.compiled = False
+        target.static = False
         expected = without_times(run(target, proposer, SAMPLINGS[name]))
-        target.compiled = True
+        target.static = True
         before = sum(tape.replays for tape in tapes)
         for turn in range(2):
             assert without_times(run(target, proposer, SAMPLINGS[name])) == expected, (way, turn)
@@ -100,7 +101,7 @@ def test_requests_follow_one_another_in_one_recording(
     name: str, ways: tuple[str, ...] | None, tapes: list[Tape], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts of different lengths, one, three and eight at a time, as plain decoding has it."""
-    monkeypatch.setattr(cache_module.KeptCache, "MOST", 9)
+    monkeypatch.setattr(cache_module.Pool, "MOST", 9)
     target, drafters = models(ways)
     batches = [[[5, 9, 33, 7]], [[12, 6]], [[7, 7, 7, 8, 41]], [[40, 41, 42]]]
     batches += [[[5, 9, 33], [12], [8, 8, 8, 8]], [[3, 4], [5], [6, 7, 8]]]
@@ -111,15 +112,16 @@ def test_requests_follow_one_another_in_one_recording(
             requests = [Request(prompt, 10 * number + i) for i, prompt in enumerate(prompts)]
             texts = []
             for drafter in (drafters["plain"], proposer):
-                target.compiled = drafter is proposer
+                target.static = drafter is proposer
                 replies = generate(target, drafter, requests, 9, SAMPLINGS[name], frozenset())
                 texts.append([reply.token_ids for reply in replies])
             if SAMPLINGS[name].rule != "rejection":  # which keeps the distribution, not the text
                 assert texts[0] == texts[1], (way, prompts)
         if (part := traced(proposer)) is not None:
             owner = part.owner_of_rounds(target)
-            caches = [c for c in target.kept_cache._caches.values() if owner in c.recorded]
-            assert len(tapes) == len(caches) < len(batches), (way, "one recording for each size")
+            kept = recorded.POOLS[target].items()
+            sizes = [size for size, rounds in kept if owner in rounds.recorded]
+            assert len(tapes) == len(sizes) < len(batches), (way, "one recording for each size")
 
 
 @pytest.mark.parametrize(
@@ -136,9 +138,9 @@ def test_memory_read_by_a_recording_is_neither_freed_nor_moved(
     target, drafters = models(ways)
     sampling = SAMPLINGS[name]
     for way, proposer in drafters.items():
-        target.compiled = False
+        target.static = False
         expected = without_times(run(target, proposer, sampling))
-        target.compiled = True
+        target.static = True
         run(target, proposer, sampling)
         for cached in (device._kept_row, tree._tables, noise._kept_indices):
             cached.cache_clear()
@@ -147,20 +149,20 @@ def test_memory_read_by_a_recording_is_neither_freed_nor_moved(
         part = traced(proposer)
         owner = target if part is None else part.owner_of_rounds(target)
         rounds = [
-            (cache, found)
-            for cache in target.kept_cache._caches.values()
-            for found in cache.recorded.get(owner, {}).values()
-            if found._accepted is not None
+            (kept, found)
+            for kept in recorded.POOLS[target].values()
+            for found in kept.recorded.get(owner, {}).values()
+            if found._result is not None
         ]
         assert rounds, way
-        for cache, found in rounds:
-            kept = found.outside.kept.keys()
-            assert found._recorder.outside <= kept, way
-            (draws,) = cache._draws.values()
-            fixed = [draws.lengths, found._place.tokens, cache.starts()]
-            for state in cache.states.values():
+        for kept, found in rounds:
+            held = found.outside.kept.keys()
+            assert found._recorder.outside <= held, way
+            (draws,) = kept.draws.values()
+            fixed = [draws.lengths, found._place.tokens, kept.cache.starts()]
+            for state in kept.cache.states.values():
                 fixed += [state.keys, state.values]
-            assert {storage(x) for x in fixed} <= kept, way
+            assert {storage(x) for x in fixed} <= held, way
 
 
 def drawn(rng: random.Random, target: Target) -> Proposer:
@@ -206,7 +208,7 @@ def test_recording_random_batches_does_not_change_rounds(
         sampling = SAMPLINGS[rng.choice(["greedy", "coupled", "penalty"])]
         proposer, ends = drawn(rng, target), frozenset(rng.sample(range(100), 2))
         texts = []
-        for target.compiled in (False, True):
+        for target.static in (False, True):
             texts.append(without_times(generate(target, proposer, requests, 40, sampling, ends)))
         assert texts[0] == texts[1], (seed, proposer.name, sampling)
     assert sum(tape.replays for tape in tapes) > 10 * len(seeds)
@@ -215,16 +217,16 @@ def test_recording_random_batches_does_not_change_rounds(
 def test_a_cache_that_is_dropped_is_freed_at_once(tapes: list[Tape]) -> None:
     """Its memory, that of a GPU, does not wait for the collector of garbage."""
     target, drafters = models()
-    target.compiled = True
+    target.static = True
     generate(target, drafters["eagle3 tree"], [[5, 6, 7]], 12, eos_ids=frozenset())
-    (cache,) = target.kept_cache._caches.values()
-    assert any(cache.recorded.values())
-    gone = weakref.ref(cache.states[0])
+    (kept,) = recorded.POOLS[target].values()
+    assert any(kept.recorded.values())
+    gone = weakref.ref(kept.cache.states[0])
     tapes.clear()
     gc.disable()
     try:
-        del cache
-        target.kept_cache._caches.clear()
+        del kept
+        recorded.POOLS[target].clear()
         assert gone() is None
     finally:
         gc.enable()
@@ -236,9 +238,9 @@ def test_rounds_that_synchronise_run_unrecorded(
     target, drafters = models()
     for way in ("eagle3 tree", "draft-model tree", "dflash chain"):
         proposer: Any = drafters[way]
-        target.compiled = False
+        target.static = False
         expected = without_times(run(target, proposer, SAMPLINGS["coupled"]))
-        target.compiled = True
+        target.static = True
         original = type(proposer).propose
 
         def asking(self: Any, root: torch.Tensor, draws: Any, original: Any = original) -> Any:
@@ -272,9 +274,9 @@ def test_recorded_rounds_of_real_target_equal_unrecorded_ones(
     for spec in ("none", str(ROOT / "scripts/smollm2/drafter")):
         proposer = load_proposer(spec, target, pytest.fail)
         for sampling in (Sampling(), Sampling(temperature=0.8, seed=3)):
-            target.compiled = False
+            target.static = False
             expected = without_times(generate(target, proposer, requests, 28, sampling))
-            target.compiled = True
+            target.static = True
             for _ in range(2):
                 found = generate(target, proposer, requests, 28, sampling)
                 assert without_times(found) == expected

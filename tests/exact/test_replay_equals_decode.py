@@ -13,7 +13,7 @@ from draftsmith.inference.proposers.medusa import MedusaProposer, make_proposer
 from draftsmith.inference.proposers.ngram import PlainDecoding
 from draftsmith.inference.proposers.tree_plan import grow
 from draftsmith.inference.replay import replay
-from draftsmith.inference.targets.causal_model import Hidden
+from draftsmith.inference.rounds.outcome import Hidden
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.methods.medusa.method import METHOD
 from tests.conftest import random_heads, tiny_target

@@ -27,7 +27,7 @@ OTHERS = (
 def use(monkeypatch: pytest.MonkeyPatch, make: Callable[[Any], Any]) -> None:
     """Have the loop call `make(function)` in place of the compiled functions."""
     monkeypatch.setattr(compiling, "_FUNCTIONS", {})
-    monkeypatch.setattr(loop, "pays_to_compile", lambda device, rows: True)
+    monkeypatch.setattr(loop, "static_pays", lambda device, rows: True)
     monkeypatch.setattr(compiling, "compile_function", make)
 
 
@@ -53,7 +53,7 @@ def test_static_rounds_are_those_of_growing_caches(
     for way, proposer in drafters.items():
         expected[way] = without_times(run(target, proposer, SAMPLINGS[name]))
     use(monkeypatch, lambda function: function)
-    target.compiled = True
+    target.static = True
     for way, proposer in drafters.items():
         found = without_times(run(target, proposer, SAMPLINGS[name]))
         assert found == expected[way], way
@@ -90,7 +90,7 @@ def test_a_compiler_finds_whole_functions(
         return torch.compile(function, backend=backend, fullgraph=True, options=options)
 
     use(monkeypatch, trace)
-    target.compiled = True
+    target.static = True
     assert without_times(run(target, proposer, SAMPLINGS["greedy"])) == expected
     # Rows that end idle, so that a batch has one size; one of a single row is a class of its own.
     for length in (3, 100):
@@ -112,16 +112,16 @@ def test_caches_keep_their_addresses_over_requests(monkeypatch: pytest.MonkeyPat
     """A captured graph reads and writes where it was captured."""
     use(monkeypatch, lambda function: function)
     target = architecture("llama")
-    target.compiled = True
+    target.static = True
     drafters = proposers(target, near_copy(target))
     for way in ("plain", "eagle3 tree", "dflash chain", "draft-model tree"):
         proposer: Any = drafters[way]
         addresses = []
         for prompt in ([5, 9, 33, 7], [12, 6, 6, 12], [7, 7, 7, 8]):  # of one length
             generate(target, proposer, [prompt], 8)
-            kept = [*target.kept_cache._caches.values()]
-            if hasattr(proposer, "_kept"):
-                kept += proposer._kept._caches.values()
+            kept = [rounds.cache for rounds in compiling.POOLS[target].values()]
+            if hasattr(proposer, "_pool"):
+                kept += proposer._pool.values()
             for cache in kept:
                 assert cache is not None, way
                 tensors = [cache.starts()]

@@ -28,9 +28,9 @@ from draftsmith.heads.layout import EmbeddingAndHead
 from draftsmith.inference import decode, recorded
 from draftsmith.inference.base.settings import Sampling
 from draftsmith.inference.proposers import cached
-from draftsmith.inference.rounds import attention
-from draftsmith.inference.targets import fused, outcome
-from draftsmith.inference.targets.outcome import Accepted
+from draftsmith.inference.rounds import attention, outcome
+from draftsmith.inference.rounds.outcome import Outcome, Packed
+from draftsmith.inference.targets import fused
 from draftsmith.inference.targets.target import Target
 from tests.helpers.architectures import architecture, proposers
 
@@ -136,28 +136,36 @@ def rounds(
         reads["pinned"] += watch.on
         return tensor
 
-    def unpack(accepted: Accepted, values: Any) -> None:
+    def unpack(packed: Packed, values: Any) -> Outcome:
         """Every row has accepted the first nodes of one path."""
-        rows, levels = accepted.counts.shape[0], accepted.path.shape[1] - 1
+        rows, levels = packed.counts.shape[0], packed.path.shape[1] - 1
         count = min(ACCEPTED, levels + 1)
-        path = [0, *range(2, count + 1)] if accepted.shape is None else list(range(count))
-        accepted.tokens, accepted.nodes = [[7] * count] * rows, [path] * rows
-        accepted.drafted, accepted.refused = [levels] * rows, [False] * rows
+        path = [0, *range(2, count + 1)] if packed.shape is None else list(range(count))
+        return Outcome(
+            nodes=[path] * rows,
+            tokens=[[7] * count] * rows,
+            drafted=[levels] * rows,
+            refused=[False] * rows,
+            rule=packed.verdict.rule,
+        )
 
-    original = decode._RunningBatch.round
+    original = decode._RunningBatch.rounds
     seen = Counter[str]()
 
-    def one_round(self: Any) -> Any:
-        seen["rounds"] += 1
-        watch.on = seen["rounds"] > 2
-        try:
-            return original(self)
-        finally:
-            watch.on = False
+    def watched(self: Any) -> Any:
+        found = original(self)
+        while True:
+            seen["rounds"] += 1
+            watch.on = seen["rounds"] > 2
+            try:
+                steps = next(found)
+            finally:
+                watch.on = False
+            yield steps
 
     with (
-        patch.object(decode._RunningBatch, "round", one_round),
-        patch.object(Accepted, "_unpack", unpack),
+        patch.object(decode._RunningBatch, "rounds", watched),
+        patch.object(Packed, "_unpacked", unpack),
         patch.object(outcome, "read_later", lambda tensor: tensor.tolist),
         patch.object(recorded, "recorder_for", lambda device: Again),
         patch.object(decode, "Clock", NoClock),
@@ -167,7 +175,7 @@ def rounds(
         patch.object(fused, "rms_norm", OneNorm(watch)),
         patch.object(functional, "rms_norm", OneNorm(watch)),
     ):
-        target.compiled = static
+        target.static = static
         prompts = [[5 + i for i in range(9 + row)] for row in range(batch)]
         limit = 1 + ACCEPTED * ROUNDS
         with watch:

@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from draftsmith.heads.draft_model import DraftModel
+from draftsmith.inference.rounds.outcome import Hidden
 from draftsmith.inference.targets import masks as documents_module
-from draftsmith.inference.targets.causal_model import Hidden
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.config import TargetConfig
 from draftsmith.train.data.batches import collate

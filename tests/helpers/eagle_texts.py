@@ -6,7 +6,7 @@ import torch
 
 from draftsmith.inference.decode import generate, generate_one
 from draftsmith.inference.proposers.ngram import PlainDecoding
-from draftsmith.inference.targets.causal_model import Hidden
+from draftsmith.inference.rounds.outcome import Hidden
 from draftsmith.inference.targets.target import Target
 
 

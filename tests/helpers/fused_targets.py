@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.rounds.cache import TreeCache
-from draftsmith.inference.targets.causal_model import Hidden
-from draftsmith.inference.targets.masks import Pass
+from draftsmith.inference.rounds.outcome import Hidden
+from draftsmith.inference.rounds.tree import Pass
 from draftsmith.inference.targets.target import Target
 
 FUSED = {"llama", "llama-mqa", "qwen2", "qwen3", "mistral"}

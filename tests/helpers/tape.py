@@ -84,6 +84,6 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
     """Have static rounds recorded by tapes; return those that have recorded."""
     TAPES.clear()
     monkeypatch.setattr(recorded, "recorder_for", lambda device: Tape)
-    monkeypatch.setattr(loop, "pays_to_compile", lambda device, rows: True)
+    monkeypatch.setattr(loop, "static_pays", lambda device, rows: True)
     monkeypatch.setattr(cache_module, "joins_layers", lambda device: True)
     return TAPES

@@ -16,7 +16,7 @@ from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
 from draftsmith.inference.decode import generate
 from draftsmith.inference.proposers.ngram import PlainDecoding
 from draftsmith.inference.proposers.tree_plan import grow
-from draftsmith.inference.targets.causal_model import Hidden
+from draftsmith.inference.rounds.outcome import Hidden
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.data.batches import collate
 from draftsmith.train.data.features import LiveTarget

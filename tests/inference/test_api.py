@@ -164,7 +164,7 @@ def test_compilation_without_a_compiler_is_a_clear_error(
     monkeypatch.setenv("CXX", "/no/g++")
     with pytest.raises(UserError, match=r"needs a C\+\+ compiler, and there is no /no/g\+\+"):
         load(quickstart, compile=True)
-    assert not quickstart.compiled
+    assert not quickstart.static
 
 
 @pytest.mark.full

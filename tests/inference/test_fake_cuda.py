@@ -87,8 +87,10 @@ def test_slots_go_to_the_device_of_each_layer() -> None:
     """A target spread over devices writes a layer where it lies; "meta" stands for the other."""
     cache = TreeCache(2, 8, "cpu")
     cache.commit([1, 3])
-    cache.open(2, masked=True)
-    moved: Any = cache._slots_on(torch.device("meta"))
-    assert moved.device.type == "meta" and moved.shape == (2, 2)
-    cache.open(2, masked=True)
-    assert cache._slots_on(torch.device("cpu")).tolist() == [[1, 2], [3, 4]]
+    for number, place in enumerate(("meta", "cpu")):
+        window = cache.open(2)
+        layer = torch.zeros(2, 1, 2, 4, device=place)
+        window.update(layer, layer, number)
+        assert window._slots is not None
+        assert window._slots.device.type == place and window._slots.shape == (2, 2)
+    assert window._slots is not None and window._slots.tolist() == [[1, 2], [3, 4]]

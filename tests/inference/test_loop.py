@@ -261,4 +261,4 @@ def test_nothing_of_a_batch_is_kept_when_it_ends_or_is_given_up() -> None:
                 list(steps)
             holder = getattr(proposer, "trained", proposer)  # beside a lookup
             caches = [value for value in vars(holder).values() if isinstance(value, TreeCache)]
-            assert not any(len(cache) for cache in caches), name
+            assert not any(cache.layers for cache in caches), name

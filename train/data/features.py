@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ...heads.errors import UserError
 from ...inference.rounds.device import send
+from ...inference.rounds.tree import Pass
 from ...inference.targets.causal_model import CausalModel, nan_last, relative_error
-from ...inference.targets.masks import Pass
 from ...inference.targets.target import Target
 from .batches import Batch
 

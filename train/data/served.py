@@ -35,7 +35,7 @@ from ...heads.stored_tensors import header
 from ...heads.vocabulary import spread_ids
 from ...inference.base.console import ProgressReporter
 from ...inference.base.settings import SERVER_KEY_VARIABLE, headers_with_key
-from ...inference.targets.causal_model import Hidden
+from ...inference.rounds.outcome import Hidden
 from ...inference.targets.stored import HeldOutPrompt, HeldOutText, StoredTarget
 from ...inference.targets.target import TargetSource
 from .batches import PADDING, Batch

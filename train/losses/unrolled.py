@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...distill.divergences import overlap_of_probs, sum_in_chunks
+from ...distill.divergences import best_of, overlap_of_probs, sum_in_chunks
 from ...distill.settings import LABELS_ONLY
 from ...heads.layers import RecyclingDrafter
-from ...inference.rounds.device import best_of, send
-from ...inference.targets.causal_model import Hidden
+from ...inference.rounds.device import send
+from ...inference.rounds.outcome import Hidden
 from ..data.batches import Batch
 from ..data.features import Features
 from ..method import RunT

@@ -14,7 +14,7 @@ import torch
 from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.kernels import operators
 from draftsmith.inference.rounds.attention import attention_of_nodes
-from draftsmith.inference.rounds.cache import Counts, StaticCache, TreeCache
+from draftsmith.inference.rounds.cache import Counts, StaticTreeCache, TreeCache
 from draftsmith.inference.targets.target import Target
 from tests.conftest import by_default
 from tests.helpers.architectures import architecture, near_copy, proposers
@@ -72,12 +72,12 @@ def test_recorded_rounds_with_kernels_write_the_same_texts(
     assert takes_trees(target)
     proposer = proposers(target, near_copy(target))[way]
     assert texts(proposer) == plain
-    target.compiled = True
+    target.static = True
     assert texts(proposer) == plain
     assert sum(tape.replays for tape in tapes)
 
 
-@pytest.mark.parametrize("kind", [TreeCache, StaticCache])
+@pytest.mark.parametrize("kind", [TreeCache, StaticTreeCache])
 @pytest.mark.parametrize("seen", ["whole", "by all rows", "by each row", "causal"])
 @pytest.mark.parametrize("lengths", by_default([[7, 4], [7, 7], [7]], [7, 4]))
 def test_a_drafters_nodes_attend_as_by_torch(
@@ -88,18 +88,18 @@ def test_a_drafters_nodes_attend_as_by_torch(
     for kernel in (False, True):
         torch.manual_seed(0)
         cache = kind(rows, 40)
-        cache.open(7, masked=True)
+        window = cache.open(7)
         keys, values = torch.randn(2, rows, 2, 7, 16)
-        cache.update(keys, values, 0)
+        window.update(keys, values, 0)
         cache.commit(Counts(lengths, torch.tensor(lengths)))
         for count, slots in ((2, 2), (3, 5)):
-            cache.open(count, masked=True)
+            window = cache.open(count)
             visible = torch.rand(rows if seen == "by each row" else 1, count, slots) < 0.5
             visible[:, :, -count:] |= torch.eye(count, dtype=torch.bool)
             if seen == "causal":
                 visible = torch.ones(1, count, slots, dtype=torch.bool).tril(slots - count)
             given = None if seen == "whole" else visible
-            attend = attention_of_nodes(cache, given, count, slots, kernel)
+            attend = attention_of_nodes(window, given, slots, kernel)
             queries, keys, values = torch.randn(3, rows, count, 4, 16)
             found.append(attend(0, queries, keys[:, :, :2], values[:, :, :2]))
             cache.stage(count)

@@ -21,8 +21,8 @@ from draftsmith.inference.proposers.ngram import NgramLookup
 from draftsmith.inference.proposers.registry import load_proposer, parse_spec
 from draftsmith.inference.proposers.with_lookup import WithLookup, replaced
 from draftsmith.inference.rounds.cache import TreeCache
+from draftsmith.inference.rounds.outcome import Hidden
 from draftsmith.inference.rounds.tree import DraftTree, TreeShape
-from draftsmith.inference.targets.causal_model import Hidden
 from draftsmith.inference.targets.target import Target
 from tests.conftest import QUICKSTART, tiny_target
 from tests.helpers.architectures import architecture, near_copy
@@ -107,8 +107,7 @@ def test_joined_rounds_match_hand_computed_values() -> None:
     def accepted(ids: list[list[int]], counts: list[int]) -> Accepted:
         state = torch.tensor(ids)[..., None].float()
         return Accepted(
-            tokens=[[row] for row in range(2)],
-            nodes=[list(range(count)) for count in counts],
+            tokens=[[row] * count for row, count in enumerate(counts)],
             path=torch.zeros(2, len(ids[0])),
             ids=torch.tensor(ids),
             counts=torch.tensor(counts),
@@ -119,7 +118,7 @@ def test_joined_rounds_match_hand_computed_values() -> None:
         [accepted([[5, 6], [7, 7]], [2, 1]), accepted([[8, 8, 8], [1, 2, 3]], [1, 3])]
     )
     assert both.ids[0, :3].tolist() == [5, 6, 8] and both.ids[1].tolist() == [7, 1, 2, 3]
-    assert both.counts.tolist() == [3, 4] and list(map(len, both.nodes)) == [3, 4]
+    assert both.counts.tolist() == [3, 4] and both.tokens == [[0] * 3, [1] * 4]
     assert torch.equal(both.hidden.last[..., 0], both.ids.float())
     assert torch.equal(both.hidden.taps[0], -both.hidden.last)
     alone = both.keep([0])
@@ -188,7 +187,7 @@ def test_a_draft_models_cache_holds_the_decided_text_after_every_round(
         def check(original, accepted, proposer=proposer, drafter=drafter) -> None:
             nonlocal checked, full
             original(accepted)
-            full += any(len(nodes) == 4 for nodes in accepted.nodes)
+            full += any(len(tokens) == 4 for tokens in accepted.tokens)
             for row, (length, text) in enumerate(
                 zip(proposer._cache.lengths, texts_of(accepted), strict=True)
             ):
@@ -208,8 +207,8 @@ def test_a_draft_models_cache_holds_the_decided_text_after_every_round(
         texts = [[5, 6, 7], [8, 9, 10, 11, 12]]
 
         def texts_of(accepted, texts=texts) -> list[list[int]]:
-            for row, nodes in enumerate(accepted.nodes):
-                texts[row] += accepted.ids[row, : len(nodes)].tolist()
+            for row, tokens in enumerate(accepted.tokens):
+                texts[row] += accepted.ids[row, : len(tokens)].tolist()
             return texts
 
         original = proposer.commit

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from draftsmith.inference.base.settings import Sampling
 from draftsmith.inference.rounds.accept import Verdict, judge, match
+from draftsmith.inference.rounds.outcome import Accepted, Hidden, Outcome, Packed
 from draftsmith.inference.rounds.sampling import Draws
 from draftsmith.inference.rounds.tree import NO_NODE, DraftTree, TreeShape
-from draftsmith.inference.targets.causal_model import Hidden
-from draftsmith.inference.targets.outcome import Accepted
 
 
 def reference(parents: tuple[int, ...], tokens: list[int], choices: list[int]) -> list[int]:
@@ -45,20 +44,16 @@ def filled_trees(draw: st.DrawFn) -> tuple[tuple[int, ...], list[int], list[int]
     return parents, tokens, choices
 
 
-def read(tree: DraftTree, verdict: Verdict) -> Accepted:
-    """What the loop gets of a verdict; the state of a node is its token."""
-    accepted = Accepted.of(tree, verdict, Hidden(tree.tokens[..., None].float()))
-    accepted.read()
-    accepted.select()
-    return accepted
-
-
-def decided(tree: DraftTree, choices: list[list[int]]) -> Accepted:
+def decided(tree: DraftTree, choices: list[list[int]]) -> tuple[Accepted, Outcome]:
     """What the loop gets from a batch in which the target's choices are known."""
     given_ = torch.tensor(choices)
     node = match(tree, given_)
     last = given_.gather(1, node[:, None])[:, 0]
-    return read(tree, Verdict(node=node, bonus=last, rule="greedy"))
+    packed = Packed.of(tree, Verdict(node=node, bonus=last, rule="greedy"))
+    outcome = packed.read()
+    assert packed.fetch()() == outcome
+    # The state of a node is its token.
+    return Accepted.of(tree, packed, Hidden(tree.tokens[..., None].float()), outcome), outcome
 
 
 @settings(max_examples=200, deadline=None)
@@ -75,20 +70,20 @@ def test_acceptance_goes_from_the_root_to_the_first_mistake(
         )
     else:
         tree = DraftTree(torch.tensor([tokens]), TreeShape(parents))
-    found = decided(tree, [choices])
+    accepted, found = decided(tree, [choices])
     assert found.nodes == [reference(parents, tokens, choices)]
-    assert found.tokens == [[choices[node] for node in found.nodes[0]]]
-    assert found.bonus is not None and found.bonus.tolist() == [found.tokens[0][-1]]
-    assert found.path.tolist() == found.nodes
-    assert found.ids.tolist() == [[tokens[node] for node in found.nodes[0]]]
-    assert found.hidden.last[..., 0].tolist() == found.ids.tolist()
+    assert found.tokens == accepted.tokens == [[choices[node] for node in found.nodes[0]]]
+    assert accepted.bonus is not None and accepted.bonus.tolist() == [found.tokens[0][-1]]
+    assert accepted.path.tolist() == found.nodes
+    assert accepted.ids.tolist() == [[tokens[node] for node in found.nodes[0]]]
+    assert accepted.hidden.last[..., 0].tolist() == accepted.ids.tolist()
     assert found.drafted == [sum(token != NO_NODE for token in tokens[1:])]
-    assert found.counts.tolist() == [len(found.nodes[0])]
+    assert accepted.counts.tolist() == [len(found.nodes[0])]
 
 
 def test_the_accepted_leaf_need_not_be_the_last_row() -> None:
     tree = DraftTree(torch.tensor([[9, 5, 6, 7, 8]]), TreeShape((-1, 0, 0, 1, 2)))
-    found = decided(tree, [[5, 7, 0, 3, 0]])
+    _, found = decided(tree, [[5, 7, 0, 3, 0]])
     assert (found.nodes, found.tokens) == ([[0, 1, 3]], [[5, 7, 3]])
 
 
@@ -99,7 +94,7 @@ def test_rows_of_a_batch_are_judged_apart() -> None:
 
 def test_a_missing_node_never_matches_and_neither_does_padding() -> None:
     tree = DraftTree(torch.tensor([[3, 4, NO_NODE]]), TreeShape((-1, 0, 1)))
-    found = decided(tree, [[4, 0, 0]])
+    _, found = decided(tree, [[4, 0, 0]])
     assert (found.nodes, found.tokens, found.drafted) == ([[0, 1]], [[4, 0]], [1])
 
 
@@ -112,7 +107,7 @@ def test_floats_travel_with_the_integers_unchanged() -> None:
         rule="block",
         overlap=overlap,
     )
-    found = read(tree, verdict)
+    found = Packed.of(tree, verdict).read()
     assert found.overlap == [[overlap[0, 0].item()], [overlap[1, 0].item()]], (
         "only nodes with children had drafts to accept"
     )

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.inference.rounds.cache import KeptCache, StaticCache, TreeCache
-from draftsmith.inference.rounds.tree import TreeShape
-from draftsmith.inference.targets.masks import Pass
+from draftsmith.inference.rounds.cache import Pool, StaticTreeCache, TreeCache
+from draftsmith.inference.rounds.tree import Pass, TreeShape
 from draftsmith.inference.targets.target import Target
 from tests.conftest import tiny_target
 from tests.helpers.architectures import architecture
@@ -81,7 +80,7 @@ def test_values_equal_a_fresh_prefill_after_any_accept_pattern(
         return torch.randint(4, target.vocab_size, shape, generator=generator)
 
     texts = [draw(length).tolist() for length in lengths]
-    cache = StaticCache(len(texts), 64) if static else TreeCache(len(texts), 12)
+    cache = StaticTreeCache(len(texts), 64) if static else TreeCache(len(texts), 12)
     width = max(lengths)
     prompts = torch.tensor([text + [0] * (width - len(text)) for text in texts])
     target.prefill(prompts, lengths, cache, chunk=4)
@@ -181,21 +180,22 @@ def test_chunked_prefill_gives_the_same_features() -> None:
 
 def test_a_kept_cache_gives_nothing_of_its_last_batch_to_the_next() -> None:
     """A slot is hidden by a weight of 0, which would not hide NaN."""
-    target, kept = TARGETS["llama"], KeptCache()
+    target, kept = TARGETS["llama"], Pool()
     ids = torch.tensor([[5, 6, 7, 8]])
     shape = TreeShape((-1, 0, 0, 1))
 
     def states() -> torch.Tensor:
-        cache = kept.take(1, 32, CPU)
+        cache = kept.pop((1, 32), None) or StaticTreeCache(1, 32)
+        cache.reset()
         target.prefill(ids, [4], cache)
         found = run_tree(target, cache, shape, torch.tensor([[9, 10, 11, 12]]))
-        kept.put(cache)
+        kept.put(cache, cache)
         return found
 
     first = states()
-    (cache,) = kept._caches.values()
+    (cache,) = kept.values()
     address = buffers(cache)[0].data_ptr()
     for buffer in buffers(cache):
         buffer.fill_(torch.nan)
     torch.testing.assert_close(states(), first)
-    assert [*kept._caches.values()] == [cache] and buffers(cache)[0].data_ptr() == address
+    assert [*kept.values()] == [cache] and buffers(cache)[0].data_ptr() == address

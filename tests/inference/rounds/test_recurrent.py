@@ -18,8 +18,7 @@ from draftsmith.inference.decode import generate_one
 from draftsmith.inference.proposers.ngram import PlainDecoding
 from draftsmith.inference.rounds.cache import Counts, TreeCache
 from draftsmith.inference.rounds.recurrent import RecurrentStates, Terms, over_nodes
-from draftsmith.inference.rounds.tree import TreeShape
-from draftsmith.inference.targets.masks import Pass
+from draftsmith.inference.rounds.tree import Pass, TreeShape
 from draftsmith.inference.targets.mixers import Mixer
 from draftsmith.inference.targets.target import Target
 from tests.helpers.architectures import HYBRIDS, architecture, without_limits

@@ -6,11 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.inference.rounds.cache import StaticCache, TreeCache
-from draftsmith.inference.rounds.tree import NO_NODE, DraftTree, TreeShape, tables_of
-from draftsmith.inference.targets.masks import Pass
-from tests.conftest import tiny_target
-from tests.helpers.architectures import architecture
+from draftsmith.inference.rounds.cache import StaticTreeCache, TreeCache, Window
+from draftsmith.inference.rounds.tree import NO_NODE, DraftTree, Pass, TreeShape, tables_of
+from draftsmith.inference.targets.masks import tree_masks
 from tests.helpers.trees import wide_tree
 
 CPU = torch.device("cpu")
@@ -66,17 +64,23 @@ def test_path_tokens_list_each_nodes_path() -> None:
     ]
 
 
+def full_mask(nodes: Pass, window: Window) -> torch.Tensor:
+    masks = tree_masks(nodes, window, torch.float32, None)
+    assert masks is not None and masks.sliding is None
+    return masks.full
+
+
 def test_the_mask_shows_committed_positions_ancestors_and_self_only() -> None:
     tables = TreeShape((-1, 0, 0, 1)).tables(CPU)
     cache = TreeCache(1, 16)
     cache.commit([2])
     nodes = Pass(depths=tables.depths, visible=tables.ancestors)
-    mask = tiny_target().tree_mask(nodes, 2 + tables.depths, cache)
+    mask = full_mask(nodes, cache.open(4))
     seen = [[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 1, 0], [1, 1, 1, 1, 0, 1]]
     assert (mask[0, 0] == 0).int().tolist() == seen
-    static = StaticCache(1, 8)
+    static = StaticTreeCache(1, 8)
     static.commit([2])
-    mask = tiny_target().tree_mask(nodes, 2 + tables.depths, static)
+    mask = full_mask(nodes, static.open(4))
     assert (mask[0, 0] == 0).int().tolist() == [[*row, 0, 0] for row in seen]
 
 
@@ -84,18 +88,16 @@ def test_tree_mask_handles_row_lengths_and_sliding_windows() -> None:
     tables = TreeShape((-1, 0, 0)).tables(CPU)
     cache = TreeCache(2, 16)
     cache.commit([1, 3])
-    positions = torch.tensor([[1], [3]]) + tables.depths
     nodes = Pass(depths=tables.depths, visible=tables.ancestors)
-    mask = tiny_target().tree_mask(nodes, positions, cache)
+    mask = full_mask(nodes, cache.open(3))
     assert (mask[:, 0] == 0).int().tolist() == [
         [[1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [1, 1, 0, 1, 0, 0]],
         [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 1]],
     ]
-    target = architecture("gemma3")
-    target.config.sliding_window = 3
-    both = target.tree_mask(nodes, positions, cache)
-    assert torch.equal(both["full_attention"] == 0, mask == 0)
-    assert (both["sliding_attention"][1, 0] == 0).int().tolist() == [
+    both = tree_masks(nodes, cache.open(3), torch.float32, 3)
+    assert both is not None and both.sliding is not None
+    assert torch.equal(both.full, mask)
+    assert (both.sliding[1, 0] == 0).int().tolist() == [
         [0, 1, 1, 1, 0, 0],
         [0, 0, 1, 1, 1, 0],
         [0, 0, 1, 1, 0, 1],

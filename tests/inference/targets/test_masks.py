@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import masking_utils
 
 from draftsmith.heads.errors import UserError
+from draftsmith.inference.rounds.tree import Pass
 from draftsmith.inference.targets import masks as documents
-from draftsmith.inference.targets.masks import NAME, Pass, packed_mask, spans_of
+from draftsmith.inference.targets.masks import NAME, packed_masks, spans_of
 from draftsmith.train.data.features import check_packing
 from tests.helpers.architectures import ARCHITECTURES, HYBRIDS, architecture
 
@@ -22,17 +23,19 @@ from tests.helpers.architectures import ARCHITECTURES, HYBRIDS, architecture
 def test_packed_mask_matches_hand_computed_values() -> None:
     """Documents of three and two tokens; a window of two."""
     positions = torch.tensor([[0, 1, 2, 0, 1]])
-    found = packed_mask(positions, torch.float32, 2, mixed=True)
+    found = packed_masks(positions, torch.float32, 2)
     full = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]
     near = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]
-    assert (found["full_attention"][0, 0] == 0).int().tolist() == full
-    assert (found["sliding_attention"][0, 0] == 0).int().tolist() == near
-    assert torch.equal(
-        packed_mask(positions, torch.float32, None, mixed=False), found["full_attention"]
-    )
-    assert torch.equal(
-        packed_mask(positions, torch.float32, 2, mixed=False), found["sliding_attention"]
-    )
+    assert found.sliding is not None
+    assert (found.full[0, 0] == 0).int().tolist() == full
+    assert (found.sliding[0, 0] == 0).int().tolist() == near
+    assert found.for_transformers(mixed=False) is found.sliding
+    assert found.for_transformers(mixed=True) == {
+        "full_attention": found.full,
+        "sliding_attention": found.sliding,
+    }
+    whole = packed_masks(positions, torch.float32, None)
+    assert torch.equal(whole.full, found.full) and whole.for_transformers(True) is whole.full
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ARCHITECTURES if kind not in HYBRIDS])

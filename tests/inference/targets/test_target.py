@@ -16,6 +16,7 @@ from draftsmith.heads.layers import layout_of
 from draftsmith.inference.base.settings import Sampling, TargetConfig
 from draftsmith.inference.decode import generate_one
 from draftsmith.inference.proposers.ngram import PlainDecoding
+from draftsmith.inference.targets import causal_model
 from draftsmith.inference.targets.target import Target, load_target, target_of
 from draftsmith.inference.targets.target_files import not_applied
 from tests.conftest import tiny_target
@@ -185,6 +186,6 @@ def test_trees_are_checked_in_every_attention_and_precision(
 
 def test_a_mask_that_is_ignored_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target()
-    monkeypatch.setattr(target, "tree_mask", lambda *_: None)
+    monkeypatch.setattr(causal_model, "tree_masks", lambda *_: None)
     with pytest.raises(UserError, match="nodes differ from their own paths"):
         target.check_tree()

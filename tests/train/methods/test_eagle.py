@@ -15,7 +15,7 @@ import torch
 from draftsmith.distill.divergences import log_probs
 from draftsmith.heads.eagle import EagleConfig, EagleDrafter, drafter_of, shape_for
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.targets.causal_model import Hidden
+from draftsmith.inference.rounds.outcome import Hidden
 from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.data.features import Features, LiveTarget
 from draftsmith.train.losses.unroll import Ahead, unroll

@@ -16,7 +16,7 @@ from draftsmith.heads.mtp import MtpDrafter, shape_for
 from draftsmith.inference.base.tree_settings import TreeSettings
 from draftsmith.inference.decode import generate_one
 from draftsmith.inference.proposers.eagle import EagleProposer
-from draftsmith.inference.targets.causal_model import Hidden
+from draftsmith.inference.rounds.outcome import Hidden
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.losses.calibration import batch_of_text

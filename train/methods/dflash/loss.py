@@ -26,10 +26,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ....distill.divergences import log_probs, sum_in_chunks
+from ....distill.divergences import best_of, log_probs, sum_in_chunks
 from ....distill.settings import LABELS_ONLY
 from ....heads.dflash import DFlashDrafter
-from ....inference.rounds.device import best_of, send
+from ....inference.rounds.device import send
 from ...data.batches import Batch
 from ...data.features import Features
 from ...losses.blocks import Anchors, contexts, run_blocks

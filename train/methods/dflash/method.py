@@ -26,7 +26,7 @@ from ....heads.dflash import DFlashDrafter
 from ....heads.errors import UserError
 from ....heads.files import JsonObject
 from ....heads.vocabulary import spread_ids
-from ....inference.targets.causal_model import Hidden
+from ....inference.rounds.outcome import Hidden
 from ....inference.targets.target import TargetSource
 from ...data.batches import Batches
 from ...losses.blocks import contexts, run_blocks

@@ -18,12 +18,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ....distill.divergences import log_probs, sum_in_chunks
+from ....distill.divergences import best_of, log_probs, sum_in_chunks
 from ....heads.draft_model import DraftModel
 from ....heads.errors import UserError
-from ....inference.rounds.device import best_of, send
+from ....inference.rounds.device import send
+from ....inference.rounds.tree import Pass
 from ....inference.targets.causal_model import CausalModel
-from ....inference.targets.masks import Pass, in_documents
+from ....inference.targets.masks import in_documents
 from ....inference.targets.spread import decoder_layers
 from ....inference.targets.target import TargetSource
 from ...data.batches import Batch

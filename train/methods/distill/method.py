@@ -27,7 +27,8 @@ from ....heads.files import JsonObject
 from ....heads.layout import place
 from ....heads.pretrained import make_causal_lm
 from ....inference.proposers.draft_model import DEFAULT_LENGTH
-from ....inference.targets.causal_model import CausalModel, Hidden
+from ....inference.rounds.outcome import Hidden
+from ....inference.targets.causal_model import CausalModel
 from ....inference.targets.spread import decoder_layers
 from ....inference.targets.target import Target, TargetSource
 from ...data.batches import Batches

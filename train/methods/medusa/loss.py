@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....distill.divergences import Teacher, sum_in_chunks, teacher_of
+from ....distill.divergences import Teacher, best_of, sum_in_chunks, teacher_of
 from ....distill.settings import LABELS_ONLY, Divergence
 from ....heads.medusa import MedusaHeads
-from ....inference.rounds.device import best_of, send
+from ....inference.rounds.device import send
 from ...data.features import Features
 from ...losses.vocabulary import Drafts, VocabularyMap, compare_drafts, table
 from ...objectives import DepthObjective, Sums, depth_metrics

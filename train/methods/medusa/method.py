@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ....heads.artifact import Artifact
 from ....heads.files import JsonObject
 from ....heads.medusa import MedusaHeads
-from ....inference.targets.causal_model import Hidden
+from ....inference.rounds.outcome import Hidden
 from ....inference.targets.target import TargetSource
 from ...data.batches import Batches
 from ...losses.calibration import RankedMethod, ranks_by_root

@@ -242,7 +242,7 @@ def plan_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> dict[s
         "total_gpu_hours": regenerate + extract * extractions + train,
         "target_bytes": 2.0 * shape.target_params,
         "drafter_bytes": memory.state,
-        "activation_bytes": memory.of_a_pass,
+        "activation_bytes": memory.transient,
         "checkpoint_bytes": shape.checkpoint_bytes,
     }
 

@@ -33,6 +33,7 @@ from ..inference.metrics import (
     tau,
     tau_by_position,
 )
+from ..inference.proposers.kind import Settings
 from ..inference.proposers.ngram import PlainDecoding
 from ..inference.proposers.registry import load_proposer, proposer_of
 from ..inference.replay import rounds_on_text
@@ -152,7 +153,7 @@ class HeldOutEvaluation:
         """
         if not isinstance(self._target, Target):
             return {}
-        chain = {"width": 1} if self._chain else None
+        chain: Settings | None = {"width": 1} if self._chain else None
         proposer = load_proposer(drafter_folder, self._target, log.warning, chain)
         results = []
         aborted = False

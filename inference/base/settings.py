@@ -310,7 +310,7 @@ class Sampling:
         try:
             # Python counts True among the integers.
             if isinstance(value, Integral if whole else Real) and not isinstance(value, bool):
-                return int(value) if whole else float(value)
+                return int(value) if whole else float(value)  # type: ignore[arg-type]  # see above
         except OverflowError:  # a whole number beyond every float
             pass
         raise UserError(f"{name} must be a {kind}, not {value!r}")

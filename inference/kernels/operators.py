@@ -36,6 +36,13 @@ def _new_enough(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)  # before, registers are spilled
 
 
+def _kernels() -> Any:
+    """Return the module of kernels; how they are launched is not in its types."""
+    from . import triton_kernels
+
+    return triton_kernels
+
+
 def power_of_two(number: int) -> int:
     """Return the least power of two that is `number` or more."""
     return 1 << (number - 1).bit_length()
@@ -97,12 +104,11 @@ def _launch_norm(
     total: Tensor | None,
     normed: Tensor,
 ) -> None:
-    from . import triton_kernels
 
     size = x.shape[-1]
     block = power_of_two(size)
     with torch.cuda.device_of(x):
-        triton_kernels.norm[(x.numel() // size,)](
+        _kernels().norm[(x.numel() // size,)](
             x,
             added,
             weight,
@@ -117,14 +123,13 @@ def _launch_norm(
 
 
 def _gate(gate_up: Tensor) -> Tensor:
-    from . import triton_kernels
 
     gate_up = gate_up.contiguous()
     size = gate_up.shape[-1] // 2
     gated = gate_up.new_empty(*gate_up.shape[:-1], size)
     block = min(1024, power_of_two(size))
     with torch.cuda.device_of(gate_up):
-        triton_kernels.gate[(gated.numel() // size, -(-size // block))](
+        _kernels().gate[(gated.numel() // size, -(-size // block))](
             gate_up, gated, size, BLOCK=block
         )
     return gated
@@ -142,7 +147,6 @@ def _rotate(
     key_weight: Tensor | None,
     eps: float,
 ) -> Tensor:
-    from . import triton_kernels
 
     batch, count, width = qkv.shape
     kv_heads, size = keys.shape[1], keys.shape[3]
@@ -151,7 +155,7 @@ def _rotate(
     queries = qkv.new_empty(batch, count, heads, size)
     rotated = cosines.shape[-1]
     with torch.cuda.device_of(qkv):
-        triton_kernels.rotate[(batch * count, heads + 2 * kv_heads)](
+        _kernels().rotate[(batch * count, heads + 2 * kv_heads)](
             qkv,
             cosines,
             sines,
@@ -188,7 +192,6 @@ def _attend(
     window: int,
     parts: int,
 ) -> Tensor:
-    from . import triton_kernels
 
     batch, count, heads, size = queries.shape
     kv_heads = keys.shape[1]
@@ -206,7 +209,7 @@ def _attend(
     logs = found.new_empty(found.shape[:-1])
     attended = queries.new_empty(batch, count, heads * size)
     with torch.cuda.device_of(queries):
-        triton_kernels.attend[(parts, batch * kv_heads, blocks)](
+        _kernels().attend[(parts, batch * kv_heads, blocks)](
             queries,
             keys,
             values,
@@ -234,7 +237,7 @@ def _attend(
             num_warps=warps,
             num_stages=2,
         )
-        triton_kernels.merge[(batch * count * heads,)](
+        _kernels().merge[(batch * count * heads,)](
             found,
             logs,
             attended,

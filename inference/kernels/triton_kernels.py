@@ -10,6 +10,8 @@ that their numbers are the same but for the order of sums. They work on contiguo
 that grow with a batch or a cache are of 64 bits.
 """
 
+# Constants of a kernel are of type constexpr in its signature, and plain numbers in its calls.
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import triton

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import OutputConsole
+from rich.console import Console
 from rich.table import Table
 
 from draftsmith.train.config import TargetConfig
@@ -76,7 +76,7 @@ def main() -> None:
                     case = {"shape": shape, "method": method, "length": length}
                     case |= {"recompute": recompute, "peak": sizes.peak}
                     found.append(case | asdict(sizes))
-    OutputConsole(width=120).print(table)
+    Console(width=120).print(table)
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(found, indent=1))
 

@@ -135,7 +135,8 @@ def test_example_drafter_is_evaluated_in_one_table_with_others(
 def test_a_folder_does_not_choose_what_code_runs(
     quickstart: Target, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert load_proposer(trained, quickstart, pytest.fail).drafter.kind == "gru"  # imported already
+    proposer: Any = load_proposer(trained, quickstart, pytest.fail)
+    assert proposer.drafter.kind == "gru"  # imported already
     monkeypatch.delitem(sys.modules, "scripts.learning_drafter")
     with pytest.raises(UserError, match=f"'{METHOD}' of another package.* name both, such as"):
         Artifact.load(trained, quickstart.fingerprint(), quickstart.embedding_and_head)

@@ -116,7 +116,7 @@ def test_a_drafter_uses_the_kernel(
     calls = []
     right = operators.attend
     monkeypatch.setattr(operators, "attend", lambda *given: calls.append(1) or right(*given))
-    proposer = proposers(target, near_copy(target))[way]
+    proposer: Any = proposers(target, near_copy(target))[way]
     tried = len(calls)
     generate(target, proposer, [Request([5, 9, 33, 7])], 5, eos_ids=frozenset())
     assert len(calls) > tried

@@ -103,8 +103,10 @@ def test_omitted_spec_settings_default_to_evaluated_ones(kind: str) -> None:
         (("length", 2), ("width", 2)): (2, 2, 6),  # two levels of two children have no more
     }
     for settings, expected in shapes.items():
-        plan = drafters.proposer_of(artifact, **dict(settings)).plan
+        proposer: Any = drafters.proposer_of(artifact, **dict(settings))
+        plan = proposer.plan
         assert (plan.length, plan.width, plan.nodes) == expected
+    wrong: dict[str, Any]
     for wrong in (
         {"length": 9},
         {"width": 0},

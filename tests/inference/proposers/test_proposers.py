@@ -17,6 +17,7 @@ from draftsmith.inference.decode import Request, decode, generate, generate_one
 from draftsmith.inference.profile import key_of
 from draftsmith.inference.proposers.contract import Accepted, Prompts
 from draftsmith.inference.proposers.draft_model import DraftModelProposer, load_draft_model
+from draftsmith.inference.proposers.kind import Settings
 from draftsmith.inference.proposers.ngram import NgramLookup
 from draftsmith.inference.proposers.registry import load_proposer, parse_spec
 from draftsmith.inference.proposers.with_lookup import WithLookup, replaced
@@ -314,7 +315,8 @@ def test_invalid_lookup_combined_with_drafter_is_refused(
 
 
 def test_a_tree_from_a_profile_keeps_its_lookup(quickstart: Target) -> None:
-    spec, tuned = f"{DRAFTERS / 'eagle3'}:lookup=4", {"length": 3, "width": 2, "nodes": 6}
+    spec = f"{DRAFTERS / 'eagle3'}:lookup=4"
+    tuned: Settings = {"length": 3, "width": 2, "nodes": 6}
     proposer: Any = load_proposer(spec, quickstart, pytest.fail, tuned)
     assert proposer.name == "eagle3:lookup=4:tuned" and proposer.trained.plan.nodes == 6
     assert key_of(spec) == key_of(str(DRAFTERS / "eagle3"))

@@ -35,7 +35,6 @@ LAYERS = (  # a package may import itself and all above
     "inference",
     "inference.evaluation",
     "inference.evaluation.report",
-    "inference.evaluation.tuning",
     "inference.serving",
     "distill",
     "command_line",

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import torch
 
-from ..command_line.endings import is_main_rank
+from ..command_line.process import is_main_rank
 from ..heads.errors import UserError
 from ..heads.exchange.engines import drafter_facts, engine_remarks, refusal
 from ..heads.exchange.engines.engine import DrafterFacts

@@ -19,7 +19,7 @@ from pathlib import Path
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from ..command_line.endings import StopRequested
+from ..command_line.process import StopRequested
 from ..heads.artifact import Artifact, read_own_file
 from ..heads.errors import UserError
 from ..heads.files import JsonObject, whole_file

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ..command_line.endings import versions
+from ..command_line.process import versions
 from ..heads.files import JsonObject
 from ..inference.base.settings import RowSource
 from ..inference.conversations.sources import rows_of, source_files

@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from ..command_line.endings import StopSignals
+from ..command_line.process import StopSignals
 from ..heads.artifact import Artifact
 from ..heads.errors import UserError
 from ..heads.files import JsonObject

@@ -19,7 +19,6 @@ import yaml
 
 from ..heads.errors import UserError
 from ..heads.files import read_yaml
-from .endings import fail
 from .fields import (
     SWITCHES,
     TABLES,
@@ -39,6 +38,7 @@ from .fields import (
     written,
 )  # fmt: skip
 from .help_text import help_page
+from .process import fail
 
 T = TypeVar("T")
 # What options take of which the type does not say it.

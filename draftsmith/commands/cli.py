@@ -12,7 +12,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..command_line.endings import (
+from ..command_line.fields import former_names
+from ..command_line.help_text import wrapped
+from ..command_line.process import (
     exit_on_error,
     fail,
     follow_launcher,
@@ -20,8 +22,6 @@ from ..command_line.endings import (
     leave,
     run_command,
 )
-from ..command_line.fields import former_names
-from ..command_line.help_text import wrapped
 from ..heads.errors import UserError
 from .threads import choose_threads
 
@@ -41,7 +41,7 @@ VERBS = {
     "compare": "inference.evaluation.compare",
     "report": "inference.evaluation.report.report",
     "simulate": "inference.evaluation.simulate",
-    "tune": "inference.evaluation.tuning.tune",
+    "tune": "inference.evaluation.tune",
     "generate": "commands.generate",
     "serve": "inference.serving.serve",
     "mtp extract": "commands.mtp",

@@ -14,8 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from ..command_line.endings import versions
 from ..command_line.parse import config_with
+from ..command_line.process import versions
 from ..heads.errors import UserError
 from ..heads.files import JsonObject
 from ..heads.fingerprint import tokenizer_hash

@@ -16,8 +16,8 @@ from typing import Any, cast
 
 from transformers import PreTrainedModel
 
-from ..command_line.endings import SIGNALS
 from ..command_line.parse import options_from
+from ..command_line.process import SIGNALS
 from ..heads.errors import UserError
 from ..heads.exchange.hub import Drafter, upload
 from ..inference.base.output_paths import check_output_folder

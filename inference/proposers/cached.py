@@ -15,7 +15,7 @@ from ...heads.layers import LayeredDrafter
 from ...heads.vocabulary import to_target
 from ..base.tree_settings import MOST, TreeSettings
 from ..kernels import operators
-from ..kernels.trial import attention_fits
+from ..kernels.operators import attention_fits
 from ..rounds.cache import Counts, Pool, StaticTreeCache, TreeCache
 from ..rounds.device import send
 from ..rounds.sampling import Draws

@@ -22,7 +22,7 @@ from torch.nn.functional import rms_norm
 from ...heads.elementwise import SILU
 from ...heads.layers import Attend, DecoderLayer
 from ..kernels import operators
-from ..kernels.trial import attention_fault
+from ..kernels.operators import attention_fault
 from ..rounds.attention import FEW, attention_over
 from ..rounds.cache import TreeCache, Window
 from ..rounds.outcome import Hidden

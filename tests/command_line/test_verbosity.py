@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from transformers.utils import logging as transformers_logging
 
-from draftsmith.command_line.verbosity import set_up_logging, take_verbosity
+from draftsmith.command_line.process import set_up_logging, take_verbosity
 from draftsmith.commands.cli import main
 from draftsmith.inference.base.console import ProgressReporter
 

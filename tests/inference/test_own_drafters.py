@@ -17,10 +17,10 @@ import draftsmith
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.api import load
 from draftsmith.inference.base.settings import TargetConfig
+from draftsmith.inference.evaluation import tune
 from draftsmith.inference.evaluation.drafter_names import distinct_labels
 from draftsmith.inference.evaluation.evaluate import origin
 from draftsmith.inference.evaluation.options import TuneOptions
-from draftsmith.inference.evaluation.tuning import tune
 from draftsmith.inference.proposers.registry import check_spec, load_proposer
 from draftsmith.inference.rounds.tree import DraftTree, TreeShape
 from draftsmith.inference.targets.target import Target

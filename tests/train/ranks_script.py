@@ -11,8 +11,8 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from safetensors.torch import save_file
 
-from draftsmith.command_line.endings import leave
 from draftsmith.command_line.parse import parse
+from draftsmith.command_line.process import leave
 from draftsmith.inference.targets.target import load_target
 from draftsmith.train.config import divided
 from draftsmith.train.data.batches import Batch, Batches

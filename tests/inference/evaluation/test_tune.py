@@ -15,11 +15,10 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.base.settings import Sampling, TargetConfig
 from draftsmith.inference.conversations.prompts import Prompt
 from draftsmith.inference.decode import Generation, Round
+from draftsmith.inference.evaluation.candidates import candidates
 from draftsmith.inference.evaluation.evaluate import tuned_way
 from draftsmith.inference.evaluation.figures import Gain, gain
-from draftsmith.inference.evaluation.measure import Turn
-from draftsmith.inference.evaluation.tuning.candidates import candidates
-from draftsmith.inference.evaluation.tuning.halving import (
+from draftsmith.inference.evaluation.halving import (
     Choice,
     effort_for,
     enough,
@@ -28,7 +27,8 @@ from draftsmith.inference.evaluation.tuning.halving import (
     level_of,
     rungs,
 )
-from draftsmith.inference.evaluation.tuning.tune import Options, check
+from draftsmith.inference.evaluation.measure import Turn
+from draftsmith.inference.evaluation.tune import Options, check
 from draftsmith.inference.profile import TuningProfile, key_of
 from draftsmith.inference.proposers.registry import load_proposer
 from draftsmith.inference.targets.target import Target

@@ -17,7 +17,7 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from draftsmith.heads.elementwise import rotate
 from draftsmith.inference.kernels import operators
-from draftsmith.inference.kernels.trial import slots_seen
+from draftsmith.inference.kernels.operators import slots_seen
 
 pytest.importorskip("triton")
 CUDA = torch.cuda.is_available()

@@ -13,7 +13,7 @@ from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.base.settings import GREEDY, Sampling
 from draftsmith.inference.decode import Request, generate
-from draftsmith.inference.evaluation.tuning.candidates import candidates
+from draftsmith.inference.evaluation.candidates import candidates
 from draftsmith.inference.proposers import registry as drafters
 from draftsmith.inference.proposers.growth import Level, Slots
 from draftsmith.inference.rounds.sampling import Draws

@@ -19,12 +19,12 @@ from itertools import product
 
 from msgspec import to_builtins
 
-from ....heads.errors import UserError
-from ....heads.files import JsonObject, whole_file, write_json
-from ...base.console import OutputConsole, ProgressReporter, warn
-from ...base.output_paths import check_output
-from ...base.settings import Sampling
-from ...conversations.prompts import (
+from ...heads.errors import UserError
+from ...heads.files import JsonObject, whole_file, write_json
+from ..base.console import OutputConsole, ProgressReporter, warn
+from ..base.output_paths import check_output
+from ..base.settings import Sampling
+from ..conversations.prompts import (
     Prompt,
     check_batches,
     check_room,
@@ -32,19 +32,19 @@ from ...conversations.prompts import (
     read_prompts,
     tokenizer_of,
 )
-from ...conversations.templates import endless
-from ...profile import key_of, machine_of
-from ...proposers.registry import check_spec, load_proposer, refuse_own
-from ...targets.target import Target, load_for_decoding
-from ..drafter_names import distinct_labels
-from ..evaluate import comparable_facts, origin, swept
-from ..figure_text import busy_now, number_text, ratio_text, slower
-from ..journal import Journal, interruption_message
-from ..options import TuneOptions as Options
-from ..results import FEWEST
-from ..tables import FigureTable, table_of
+from ..conversations.templates import endless
+from ..profile import key_of, machine_of
+from ..proposers.registry import check_spec, load_proposer, refuse_own
+from ..targets.target import Target, load_for_decoding
 from .candidates import PLAIN, candidates, check_tunable
+from .drafter_names import distinct_labels
+from .evaluate import comparable_facts, origin, swept
+from .figure_text import busy_now, number_text, ratio_text, slower
 from .halving import enough, halves, tuned_row
+from .journal import Journal, interruption_message
+from .options import TuneOptions as Options
+from .results import FEWEST
+from .tables import FigureTable, table_of
 
 log = logging.getLogger(__name__)
 SCHEMA = 1

@@ -15,18 +15,18 @@ from typing import Any
 
 import torch
 
-from ....heads.artifact import OWN_FILE
-from ....heads.errors import UserError
-from ....heads.files import JsonObject, read_json
-from ...base.costs import GPUS, gpu_named
-from ...base.tree_settings import Ranks, TreeSettings
-from ...proposers.contract import Proposer
-from ...proposers.default_tree import chain_of, expected_gain
-from ...proposers.ngram import LookupProposer, PlainDecoding
-from ...proposers.registry import load_proposer, parse_spec
-from ...proposers.tree_plan import Planned, TreePlan, grow
-from ...proposers.with_lookup import WithLookup
-from ...targets.target import Target
+from ...heads.artifact import OWN_FILE
+from ...heads.errors import UserError
+from ...heads.files import JsonObject, read_json
+from ..base.costs import GPUS, gpu_named
+from ..base.tree_settings import Ranks, TreeSettings
+from ..proposers.contract import Proposer
+from ..proposers.default_tree import chain_of, expected_gain
+from ..proposers.ngram import LookupProposer, PlainDecoding
+from ..proposers.registry import load_proposer, parse_spec
+from ..proposers.tree_plan import Planned, TreePlan, grow
+from ..proposers.with_lookup import WithLookup
+from ..targets.target import Target
 
 # Lengths of chains; levels, children of a node and drafted nodes of trees.
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)

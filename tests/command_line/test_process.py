@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from draftsmith.command_line import endings
+from draftsmith.command_line import process
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.files import damage
 from draftsmith.train.checkpoint import RunFolder
@@ -73,7 +73,7 @@ def interrupted_import(*_: object) -> None:
     ("command", "left"),
     [
         (interrupted_import, "nothing was written"),
-        (lambda _: endings.exit_on_error(interrupted_import, lambda: "it goes on"), "it goes on"),
+        (lambda _: process.exit_on_error(interrupted_import, lambda: "it goes on"), "it goes on"),
     ],
 )
 def test_an_error_in_place_of_an_interrupt_is_an_interrupt(
@@ -82,11 +82,11 @@ def test_an_error_in_place_of_an_interrupt_is_an_interrupt(
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with pytest.raises(SystemExit) as ended:
-            endings.run_command(command, [])
+            process.run_command(command, [])
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        endings._INTERRUPTED.clear()
+        process._INTERRUPTED.clear()
     assert ended.value.code == 143
     assert capsys.readouterr().err == f"ended by SIGTERM; {left}\n"
 
@@ -122,7 +122,7 @@ def test_unexpected_error_is_one_line_with_details_file(
     before = signal.getsignal(signal.SIGINT)
     try:
         with pytest.raises(SystemExit) as ended:
-            endings.run_command(broken, [kind])
+            process.run_command(broken, [kind])
         said = capsys.readouterr().err
         assert ended.value.code == code and said.startswith(line) and said.count("\n") == 1
         if code == 1:
@@ -133,7 +133,7 @@ def test_unexpected_error_is_one_line_with_details_file(
             )
             details.unlink()
             with pytest.raises(ZeroDivisionError):
-                endings.run_command(broken, [kind, "--debug"])
+                process.run_command(broken, [kind, "--debug"])
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -183,14 +183,14 @@ def test_sigterm_ends_a_chat_that_was_interrupted_before(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An earlier Ctrl-C that did not end the command does not change the status."""
-    monkeypatch.setattr(endings, "_INTERRUPTED", [])
-    monkeypatch.setattr(endings, "_PROCESS", os.getpid())
+    monkeypatch.setattr(process, "_INTERRUPTED", [])
+    monkeypatch.setattr(process, "_PROCESS", os.getpid())
     with pytest.raises(KeyboardInterrupt) as first:
-        endings._interrupt(signal.SIGINT, None)
+        process._interrupt(signal.SIGINT, None)
     assert first.type is KeyboardInterrupt
-    with pytest.raises(endings.Terminated):
-        endings._interrupt(signal.SIGTERM, None)
-    assert endings.report_interrupt("nothing is left") == 143
+    with pytest.raises(process.Terminated):
+        process._interrupt(signal.SIGTERM, None)
+    assert process.report_interrupt("nothing is left") == 143
     assert capsys.readouterr().err == "ended by SIGTERM; nothing is left\n"
 
 
@@ -198,7 +198,7 @@ def test_interrupt_swallowed_by_a_destructor_is_raised_again() -> None:
     """Python only prints an exception in a destructor, such as that of an import lock."""
     code = (
         "import os, signal, time\n"
-        "from draftsmith.command_line.endings import run_command\n"
+        "from draftsmith.command_line.process import run_command\n"
         "class Swallows:\n"
         "    def __del__(self): os.kill(os.getpid(), signal.SIGINT); time.sleep(0.1)\n"
         "def work(argv):\n"

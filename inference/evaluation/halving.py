@@ -13,19 +13,19 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ....heads.files import JsonObject
-from ... import metrics
-from ...base.settings import Sampling
-from ...conversations.prompts import Prompt
-from ...conversations.selection import balanced_order, hash_number
-from ...decode import Request, generate
-from ...proposers.ngram import PlainDecoding
-from ...targets.target import Target
-from ..figures import Gain, figures_of_drafter, gain
-from ..intervals import LEVEL
-from ..measure import ChosenWay, Setting, Turn, decode_alternately
-from ..results import FEWEST, NAN
+from ...heads.files import JsonObject
+from .. import metrics
+from ..base.settings import Sampling
+from ..conversations.prompts import Prompt
+from ..conversations.selection import balanced_order, hash_number
+from ..decode import Request, generate
+from ..proposers.ngram import PlainDecoding
+from ..targets.target import Target
 from .candidates import PLAIN, Candidate
+from .figures import Gain, figures_of_drafter, gain
+from .intervals import LEVEL
+from .measure import ChosenWay, Setting, Turn, decode_alternately
+from .results import FEWEST, NAN
 
 FINALISTS = 3  # besides the default and plain decoding
 TOKENS = 96  # longest reply; with less time shorter ones, `SHORTEST` at least

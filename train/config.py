@@ -138,8 +138,8 @@ class RunConfig:
     """Allow `init_from` to name a drafter of another target of the same shape, such as the base
     model of a fine-tuned one."""
     for_: list[str] = field(default_factory=list)
-    """Serving engine that has to support the drafter, such as vllm; may be given several times. A
-    run whose drafter it would not support is refused at once."""
+    """Name of a serving engine that has to support the drafter, such as vllm; may be given several
+    times. A run whose drafter it would not support is refused at once."""
     seed: int = 0
     """Seed of the held-out rows, the order of the data and the initial weights."""
     log_every: int = 10

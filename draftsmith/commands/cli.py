@@ -39,7 +39,7 @@ VERBS = {
     "import": "commands.importing",
     "evaluate": "inference.evaluation.evaluate",
     "compare": "inference.evaluation.compare",
-    "report": "inference.evaluation.report.report",
+    "report": "inference.evaluation.report.command",
     "simulate": "inference.evaluation.simulate",
     "tune": "inference.evaluation.tune",
     "generate": "commands.generate",

@@ -23,7 +23,6 @@ from ..inference.conversations.prompts import (
     Prompt,
     check_source,
     next_turn,
-    tokenizer_of,
     words_or_rows,
 )
 from ..inference.conversations.rendering import prompt_ids
@@ -109,6 +108,8 @@ def run(options: GenerateOptions) -> None:
 
 def prompts_of(options: GenerateOptions) -> list[Prompt]:
     """Return the prompts of the options, encoded. Raises `UserError`."""
+    from ..inference.targets.target_files import tokenizer_of
+
     if options.prompts is None:
         given: list[tuple[str, Any]] = [("prompt", one_prompt(options.prompt or ""))]
     else:

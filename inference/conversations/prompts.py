@@ -11,8 +11,7 @@ from typing import Any
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
-from ..base.settings import BadRows, RowSource, TargetConfig
-from ..targets.target_files import base_and_adapter, check_config, read_tokenizer
+from ..base.settings import BadRows, RowSource
 from .formats import Conversation, conversation_of
 from .messages import RowError
 from .rendering import prompt_ids
@@ -50,13 +49,6 @@ class Prompt:
     unit: int = 0
     """Place of the first prompt of the same unit (`selection.Units`): together they are one
     observation of an interval."""
-
-
-def tokenizer_of(config: TargetConfig) -> Any:
-    """Return the tokenizer of a target without loading its weights. Raises `UserError`."""
-    path, _ = base_and_adapter(config)
-    check_config(path, config.trust_remote_code)
-    return read_tokenizer(path, config.trust_remote_code)
 
 
 def read_prompts(

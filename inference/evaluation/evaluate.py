@@ -31,14 +31,7 @@ from ...heads.layout import dtype_name
 from ..base.console import ProgressReporter, warn
 from ..base.output_paths import STANDARD_OUTPUT, check_json, output_json
 from ..base.settings import Sampling, check_url, headers_with_key
-from ..conversations.prompts import (
-    Prompt,
-    check_batches,
-    check_room,
-    check_source,
-    read_prompts,
-    tokenizer_of,
-)
+from ..conversations.prompts import Prompt, check_batches, check_room, check_source, read_prompts
 from ..conversations.rows import InMemoryRows
 from ..conversations.sources import benchmark_of
 from ..conversations.templates import check_template_kwargs, endless
@@ -48,6 +41,7 @@ from ..proposers.own_drafters import checked_proposer, files_of
 from ..proposers.registry import check_spec, is_own_drafter, load_proposer, parse_spec, without_tree
 from ..targets.packed import processor
 from ..targets.target import Target, load_for_decoding
+from ..targets.target_files import tokenizer_of
 from . import server_report as live_report
 from .drafter_names import BASELINES, distinct_names, short_name
 from .engines import AS_IN, ImitatedEngine, as_in_engine

@@ -24,18 +24,12 @@ from ...heads.files import JsonObject, whole_file, write_json
 from ..base.console import OutputConsole, ProgressReporter, warn
 from ..base.output_paths import check_output
 from ..base.settings import Sampling
-from ..conversations.prompts import (
-    Prompt,
-    check_batches,
-    check_room,
-    check_source,
-    read_prompts,
-    tokenizer_of,
-)
+from ..conversations.prompts import Prompt, check_batches, check_room, check_source, read_prompts
 from ..conversations.templates import endless
 from ..profile import key_of, machine_of
 from ..proposers.registry import check_spec, load_proposer, refuse_own
 from ..targets.target import Target, load_for_decoding
+from ..targets.target_files import tokenizer_of
 from .candidates import PLAIN, candidates, check_tunable
 from .drafter_names import distinct_labels
 from .evaluate import comparable_facts, origin, swept

@@ -288,3 +288,10 @@ def other_sampling(config: Any, sampling: Sampling) -> str:
         f"generation_config.json recommends sampling with {', '.join(different)}, which servers "
         f"take by default; here {ours} are taken unless others are given"
     )
+
+
+def tokenizer_of(config: TargetConfig) -> Any:
+    """Return the tokenizer of a target without loading its weights. Raises `UserError`."""
+    path, _ = base_and_adapter(config)
+    check_config(path, config.trust_remote_code)
+    return read_tokenizer(path, config.trust_remote_code)

@@ -147,6 +147,6 @@ def test_where_the_hub_fails_a_known_name_is_offered(monkeypatch: pytest.MonkeyP
     def nothing(*given: Any) -> Any:
         raise UserError("the hub cannot give it")
 
-    monkeypatch.setattr(estimate, "shape_of", nothing)
+    monkeypatch.setattr(estimate, "run_sizes", nothing)
     with pytest.raises(UserError, match=r"--target-shape qwen3-32b"):
         plan.run(PlanOptions(str(ROOT / "configs" / "eagle" / "qwen3-32b.yaml")))

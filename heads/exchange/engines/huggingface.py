@@ -31,7 +31,7 @@ def generate(model, *, drafter=None, **arguments):
     drafter is the drafter's folder or hub repository, if custom_generate does not name it.
     """
     try:
-        from draftsmith.inference.transformers_generate import generate_with
+        from draftsmith.inference.serving.transformers_generate import generate_with
     except ImportError as error:
         raise ImportError(
             "this drafter decodes with draftsmith, which is not installed: pip install draftsmith"

@@ -15,14 +15,14 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from ..heads.artifact import OWN_FILE
-from ..heads.errors import UserError
-from ..heads.exchange.hub import Drafter
-from ..heads.pretrained import end_ids
-from .api import Decoder, load
-from .base.settings import Sampling
-from .decode import Request, decode
-from .targets.target_files import not_applied
+from ...heads.artifact import OWN_FILE
+from ...heads.errors import UserError
+from ...heads.exchange.hub import Drafter
+from ...heads.pretrained import end_ids
+from ..api import Decoder, load
+from ..base.settings import Sampling
+from ..decode import Request, decode
+from ..targets.target_files import not_applied
 
 DEFAULT_TOP_K = 50  # transformers' default for sampling
 NOT_RETURNED = (

@@ -14,14 +14,13 @@ attention head, G attention heads, Gkv key-value heads, V vocabulary, Vd draft v
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 import torch
 from msgspec import Meta, Struct
 from torch import Tensor, nn
 
 from .documents import Layers, Tap, Token, demand
-from .drafter_configs import DFlashConfig
 from .elementwise import RMSNorm, Rotary
 from .errors import UserError
 from .files import JsonObject
@@ -31,8 +30,6 @@ from .layers import (
     DrafterShape,
     LayeredDrafter,
     LlamaFile,
-    check_taps,
-    chosen_sizes,
     shared_sizes,
 )
 from .layout import EmbeddingAndHead
@@ -259,38 +256,6 @@ class DFlashDrafter(LayeredDrafter):
             markov_rank=config.get("markov_rank"),
             **shared_sizes(config),
         )
-
-
-def shape_for(
-    config: DFlashConfig, target: Any, mask_token: int, markov_rank: int | None = None
-) -> BlockShape:
-    """Return the sizes of the drafter that `config` describes, for a target's transformers config.
-
-    `markov_rank` is DSpark's. Raises `UserError` for taps or a mask token that the target does not
-    have.
-    """
-    layers = target.num_hidden_layers
-    taps = tuple(config.taps) if config.taps else default_taps(layers, config.num_layers)
-    # Not 0: layers are written from 0 without the embeddings, so that tap 0 would be layer -1. Not
-    # L: transformers gives that one after the final norm.
-    check_taps(taps, 1, layers)
-    if not 0 <= mask_token < target.vocab_size:
-        raise UserError(
-            f"heads.mask_token {mask_token} is not a token: the target has {target.vocab_size}, "
-            "from 0"
-        )
-    size = config.draft_vocab_size
-    return BlockShape(
-        taps=taps,
-        block_size=config.block_size,
-        mask_token=mask_token,
-        hidden_size=target.hidden_size,
-        target_layers=layers,
-        # Drafting all tokens takes no maps.
-        draft_vocab_size=size if size and size < target.vocab_size else None,
-        markov_rank=markov_rank,
-        **chosen_sizes(config, target),
-    )
 
 
 Drafter = DFlashDrafter

@@ -11,15 +11,11 @@ Shapes: H hidden size, Vd draft vocabulary, r rank of the transition.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from . import dflash
 from .dflash import BlockFile, BlockShape, DFlashDrafter
 from .documents import Size
-from .drafter_configs import DSparkConfig
 from .files import JsonObject
 from .layout import EmbeddingAndHead
 
@@ -116,11 +112,6 @@ class DSparkDrafter(DFlashDrafter):
             "confidence_head_with_markov": True,
             "sample_from_anchor": True,
         }
-
-
-def shape_for(config: DSparkConfig, target: Any, mask_token: int) -> BlockShape:
-    """Return the sizes of the drafter that `config` describes. Raises `UserError`."""
-    return dflash.shape_for(config, target, mask_token, config.markov_rank)
 
 
 Drafter = DSparkDrafter

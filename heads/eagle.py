@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from .documents import Size, Tap
-from .drafter_configs import EagleConfig
 from .elementwise import RMSNorm, Rotary
 from .errors import UserError
 from .files import JsonObject
@@ -28,8 +27,6 @@ from .layers import (
     DrafterShape,
     LlamaFile,
     RecyclingDrafter,
-    check_taps,
-    chosen_sizes,
     shared_sizes,
 )
 from .layout import EmbeddingAndHead
@@ -332,37 +329,6 @@ ARCHITECTURES = {
 }
 # Loading recognises version and norms by the architecture's name.
 VERSIONS = {name: key for key, name in ARCHITECTURES.items()}
-
-
-def shape_for(config: EagleConfig, target: Any) -> EagleShape:
-    """Return the sizes of the drafter that `config` describes, for a target's transformers config.
-
-    Raises `UserError` for taps that the target does not have.
-    """
-    hidden, layers = target.hidden_size, target.num_hidden_layers
-    taps = tuple(config.taps or ())
-    if not taps and not CLASSES[config.version].reads_last:
-        taps = default_taps(layers)
-    # The last tap, L, is refused: transformers gives it after the final norm, engines before.
-    check_taps(taps, 0, layers)
-    if config.shared_head and config.hidden_size not in (None, hidden):
-        raise UserError(
-            f"heads.shared_head takes the target's head, whose rows have its width {hidden}; leave "
-            "out heads.hidden_size or shared_head"
-        )
-    newer = config.version == 3  # it is 3.1 if nothing else is asked for
-    return EagleShape(
-        version=config.version,
-        taps=taps,
-        hidden_size=config.hidden_size or hidden,
-        target_hidden_size=hidden,
-        draft_vocab_size=min(config.draft_vocab_size or target.vocab_size, target.vocab_size),
-        norm_taps=newer if config.norm_taps is None else config.norm_taps,
-        norm_output=newer if config.norm_output is None else config.norm_output,
-        qk_norm=config.qk_norm,
-        shared_head=config.shared_head,
-        **chosen_sizes(config, target),
-    )
 
 
 Drafter = EagleDrafter

@@ -10,7 +10,7 @@ Shapes: D heads, H hidden size (the target's), V vocabulary, Vd draft vocabulary
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .documents import Layers, Size, Tokens, demand_vocabulary
-from .drafter_configs import MedusaConfig
 from .errors import UserError
 from .files import JsonObject
 from .layout import DrafterModule, EmbeddingAndHead, linear_bytes
@@ -53,6 +52,17 @@ class MedusaFile(Struct):
         demand_vocabulary(self.draft_vocab_size, self.vocab_size)
 
 
+@dataclass(frozen=True)
+class MedusaShape:
+    """Sizes of Medusa heads."""
+
+    num_heads: int
+    num_layers: int = 1
+    shared_head: bool = False
+    draft_vocab_size: int | None = None
+    """Number of tokens that can be drafted; None for all of them."""
+
+
 class MedusaHeads(VocabularyMaps, DrafterModule):
     """D heads over the target's last hidden state.
 
@@ -67,7 +77,7 @@ class MedusaHeads(VocabularyMaps, DrafterModule):
 
     def __init__(
         self,
-        config: MedusaConfig,
+        config: MedusaShape,
         hidden_size: int,
         vocab_size: int,
         embedding_and_head: EmbeddingAndHead | None = None,
@@ -163,7 +173,7 @@ class MedusaHeads(VocabularyMaps, DrafterModule):
     def from_serving_config(
         cls, config: JsonObject, embedding_and_head: EmbeddingAndHead | None
     ) -> MedusaHeads:
-        shape = MedusaConfig(
+        shape = MedusaShape(
             config["medusa_num_heads"],
             config["medusa_num_layers"],
             config["original_lm_head"],

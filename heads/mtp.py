@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from .drafter_configs import MtpConfig
 from .errors import UserError, first_line
 from .files import JsonObject
 from .layers import (
@@ -145,7 +144,7 @@ class MtpDrafter(RecyclingDrafter):
         return shape_of(config_of_values(values), values)
 
 
-def shape_for(_options: MtpConfig, target: Any) -> MtpShape:
+def shape_for(target: Any) -> MtpShape:
     """Return the sizes of an MTP layer for a target's transformers config.
 
     Raises `UserError` if the target has no layer of full attention.

@@ -24,7 +24,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
+from draftsmith.heads.medusa import MedusaHeads, MedusaShape
 from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.targets.target import Target, load_target
 from draftsmith.train.methods.medusa.method import copy_head
@@ -141,7 +141,7 @@ def tiny_target(seed: int = 0, dtype: torch.dtype = torch.float32, **config: Any
 def random_heads(target: Target, seed: int = 0, heads: int = 4, start: bool = True) -> MedusaHeads:
     """Heads with random blocks over the target's own output matrix (or over random ones)."""
     torch.manual_seed(seed)
-    drafter = MedusaHeads(MedusaConfig(heads), target.hidden_size, target.vocab_size)
+    drafter = MedusaHeads(MedusaShape(heads), target.hidden_size, target.vocab_size)
     if start:
         copy_head(drafter, target.head_weight)
     for blocks in drafter.blocks:
@@ -152,7 +152,7 @@ def random_heads(target: Target, seed: int = 0, heads: int = 4, start: bool = Tr
 
 def wrong_heads(target: Target) -> MedusaHeads:
     """Heads that propose what the target finds least likely: always wrong."""
-    drafter = MedusaHeads(MedusaConfig(4), target.hidden_size, target.vocab_size)
+    drafter = MedusaHeads(MedusaShape(4), target.hidden_size, target.vocab_size)
     copy_head(drafter, -target.head_weight)
     return drafter.to(target.dtype)
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..heads.drafter_configs import MtpConfig
 from ..heads.errors import UserError
 from ..heads.files import JsonObject
 from ..inference.base.output_paths import check_new_folder
@@ -146,7 +145,7 @@ def read_for(layer: StoredLayer, target: TargetSource) -> tuple[Artifact, torch.
                 f"{folder} has {key} {theirs}, the target has {wanted}; name the model that the "
                 "target was tuned from"
             )
-    drafter = MtpDrafter(shape_for(MtpConfig(), target.config), target.embedding_and_head)
+    drafter = MtpDrafter(shape_for(target.config), target.embedding_and_head)
     expected = drafter.serving_state()
     found = read_layer(layer.tensors, layer.layout, expected, folder)
     with torch.no_grad():
@@ -235,7 +234,7 @@ def stitch_layer(options: StitchOptions) -> None:
             f"{options.drafter} is a drafter of {artifact.method}, not an MTP layer; name one that "
             "mtp extract or train mtp wrote"
         )
-    check_fits(drafter.shape.layer, shape_for(MtpConfig(), target.config).layer, options)
+    check_fits(drafter.shape.layer, shape_for(target.config).layer, options)
     with clear_errors(checkpoint):
         config = read_config(checkpoint).get_text_config()
     family = layout_for(config.model_type, config.num_hidden_layers)

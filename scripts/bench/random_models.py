@@ -14,17 +14,21 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from draftsmith.heads import dflash, dspark
-from draftsmith.heads.dflash import DFlashConfig, DFlashDrafter
-from draftsmith.heads.dspark import DSparkConfig, DSparkDrafter
-from draftsmith.heads.eagle import EagleConfig, drafter_of, shape_for
-from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
+from draftsmith.heads.dflash import DFlashDrafter
+from draftsmith.heads.dspark import DSparkDrafter
+from draftsmith.heads.eagle import drafter_of
+from draftsmith.heads.medusa import MedusaHeads, MedusaShape
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.config import TargetConfig
 from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.data.config import Data, Source
 from draftsmith.train.data.features import Features
-from draftsmith.train.methods.eagle.method import first_weights
+from draftsmith.train.methods.dflash import method as dflash
+from draftsmith.train.methods.dflash.config import DFlashConfig
+from draftsmith.train.methods.dspark import method as dspark
+from draftsmith.train.methods.dspark.config import DSparkConfig
+from draftsmith.train.methods.eagle.config import EagleConfig
+from draftsmith.train.methods.eagle.method import first_weights, shape_for
 from draftsmith.train.methods.registry import method_named
 from draftsmith.train.objectives import TrainingModule
 from draftsmith.train.outline import MetaTarget
@@ -64,7 +68,7 @@ def random_drafter(method: str, target: Target, **settings: Any) -> Any:
     borrowed = target.embedding_and_head
     with torch.device(target.device):
         if method == "medusa":
-            config = MedusaConfig(**{"shared_head": True, **settings})
+            config = MedusaShape(**{"shared_head": True, **settings})
             heads = MedusaHeads(config, target.hidden_size, target.vocab_size, borrowed)
             return drawn(heads)
         settings = {"taps": [2, middle, last], **settings}
@@ -78,9 +82,9 @@ def random_drafter(method: str, target: Target, **settings: Any) -> Any:
             return drafter
         mask = target.vocab_size - 1
         if method == "dspark":
-            block = dspark.shape_for(DSparkConfig(**settings), target.config, mask)
+            block = dspark.METHOD.shape_for(DSparkConfig(**settings), target, mask)
             return drawn(DSparkDrafter(block, borrowed))
-        block = dflash.shape_for(DFlashConfig(**settings), target.config, mask)
+        block = dflash.METHOD.shape_for(DFlashConfig(**settings), target, mask)
         return drawn(DFlashDrafter(block, borrowed))
 
 

@@ -12,15 +12,22 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from draftsmith.heads.artifact import Artifact
-from draftsmith.heads.dflash import DFlashConfig, DFlashDrafter, default_taps, shape_for
-from draftsmith.heads.dspark import DSparkConfig
+from draftsmith.heads.dflash import DFlashDrafter, default_taps
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.files import read_json, write_json
 from draftsmith.heads.layout import EmbeddingAndHead
 from draftsmith.inference.decode import generate, generate_one
 from draftsmith.inference.proposers.registry import load_proposer
 from draftsmith.inference.targets.target import Target
-from draftsmith.train.methods.dflash.method import METHOD, attend_nearby, linear_fit, rescale
+from draftsmith.train.methods.dflash.config import DFlashConfig
+from draftsmith.train.methods.dflash.method import (
+    METHOD,
+    attend_nearby,
+    linear_fit,
+    rescale,
+    shape_for,
+)
+from draftsmith.train.methods.dspark.config import DSparkConfig
 from tests.conftest import tiny_target
 from tests.helpers.architectures import architecture
 from tests.helpers.random_blocks import KINDS, random_block

@@ -15,16 +15,11 @@ from transformers import Mamba2Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from draftsmith.heads.artifact import Artifact
-from draftsmith.heads.eagle import (
-    Eagle3Drafter,
-    EagleConfig,
-    default_taps,
-    drafter_of,
-    shape_for,
-)
+from draftsmith.heads.eagle import Eagle3Drafter, default_taps, drafter_of
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.targets.target import Target
-from draftsmith.train.methods.eagle.method import first_weights
+from draftsmith.train.methods.eagle.config import EagleConfig
+from draftsmith.train.methods.eagle.method import first_weights, shape_for
 from tests.conftest import tiny_target
 from tests.helpers.architectures import ARCHITECTURES, architecture
 from tests.helpers.random_eagles import KINDS, random_eagle

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from draftsmith.heads.artifact import Artifact
-from draftsmith.heads.medusa import MedusaConfig, MedusaHeads, ResidualBlock
+from draftsmith.heads.medusa import MedusaHeads, MedusaShape, ResidualBlock
 from draftsmith.inference.decode import generate_one
 from draftsmith.inference.proposers.registry import load_proposer
 from draftsmith.train.methods.medusa.method import copy_head
@@ -18,7 +18,7 @@ from tests.conftest import tiny_target
 
 def test_untrained_heads_are_the_targets_own_head() -> None:
     target = tiny_target()
-    heads = MedusaHeads(MedusaConfig(3, 2), target.hidden_size, target.vocab_size)
+    heads = MedusaHeads(MedusaShape(3, 2), target.hidden_size, target.vocab_size)
     copy_head(heads, target.head_weight)
     hidden = torch.randn(5, target.hidden_size)
     for logits in heads(hidden):
@@ -26,7 +26,7 @@ def test_untrained_heads_are_the_targets_own_head() -> None:
 
 
 def test_names_on_disk_are_the_original_ones() -> None:
-    heads = MedusaHeads(MedusaConfig(2, 2), 8, 16)
+    heads = MedusaHeads(MedusaShape(2, 2), 8, 16)
     state = heads.serving_state()
     assert {n: tuple(t.shape) for n, t in state.items()} == {
         **{f"{h}.{layer}.linear.weight": (8, 8) for h in range(2) for layer in range(2)},
@@ -39,14 +39,14 @@ def test_names_on_disk_are_the_original_ones() -> None:
 
 
 def test_blocks_of_a_head_are_distinct_modules() -> None:
-    state = MedusaHeads(MedusaConfig(1, 3), 8, 16).serving_state()
+    state = MedusaHeads(MedusaShape(1, 3), 8, 16).serving_state()
     assert len({t.data_ptr() for t in state.values()}) == len(state)
 
 
 def test_a_shared_head_owns_no_output_matrix_and_follows_the_target() -> None:
     target = tiny_target()
     heads = MedusaHeads(
-        MedusaConfig(2, shared_head=True),
+        MedusaShape(2, shared_head=True),
         target.hidden_size,
         target.vocab_size,
         target.embedding_and_head,
@@ -62,7 +62,7 @@ def test_low_precision_heads_keep_target_text(shared: bool, tmp_path: Path) -> N
     """The text is the target's own."""
     target = tiny_target(dtype=torch.float32)
     heads = MedusaHeads(
-        MedusaConfig(2, 1, shared),
+        MedusaShape(2, 1, shared),
         target.hidden_size,
         target.vocab_size,
         target.embedding_and_head,

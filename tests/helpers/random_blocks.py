@@ -8,15 +8,18 @@ from typing import Any
 
 import torch
 
-from draftsmith.heads import dflash, dspark
 from draftsmith.heads.artifact import Artifact
-from draftsmith.heads.dflash import DFlashConfig, DFlashDrafter
-from draftsmith.heads.dspark import DSparkConfig, DSparkDrafter
+from draftsmith.heads.dflash import DFlashDrafter
+from draftsmith.heads.dspark import DSparkDrafter
 from draftsmith.heads.vocabulary import most_frequent
 from draftsmith.inference.base.tree_settings import TREE_SETTINGS, TreeSettings
 from draftsmith.inference.proposers.dflash import DFlashProposer
 from draftsmith.inference.proposers.dspark import DSparkProposer
 from draftsmith.inference.targets.target import Target
+from draftsmith.train.methods.dflash import method as dflash
+from draftsmith.train.methods.dflash.config import DFlashConfig
+from draftsmith.train.methods.dspark import method as dspark
+from draftsmith.train.methods.dspark.config import DSparkConfig
 from tests.helpers.random_eagles import committed
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -44,12 +47,12 @@ def random_block(target: Target, kind: str = "dflash", seed: int = 0, **more: An
     mask = target.vocab_size - 1
     if kind.startswith("dspark"):
         drafter: DFlashDrafter = DSparkDrafter(
-            dspark.shape_for(DSparkConfig(**settings), target.config, mask),
+            dspark.METHOD.shape_for(DSparkConfig(**settings), target, mask),
             target.embedding_and_head,
         )
     else:
         drafter = DFlashDrafter(
-            dflash.shape_for(DFlashConfig(**settings), target.config, mask),
+            dflash.METHOD.shape_for(DFlashConfig(**settings), target, mask),
             target.embedding_and_head,
         )
     ids = None

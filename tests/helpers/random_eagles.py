@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from draftsmith.heads.artifact import Artifact
-from draftsmith.heads.eagle import EagleConfig, EagleDrafter, drafter_of, shape_for
+from draftsmith.heads.eagle import EagleDrafter, drafter_of
 from draftsmith.heads.vocabulary import most_frequent
 from draftsmith.inference.targets.target import Target
-from draftsmith.train.methods.eagle.method import first_weights
+from draftsmith.train.methods.eagle.config import EagleConfig
+from draftsmith.train.methods.eagle.method import first_weights, shape_for
 from tests.conftest import ROOT
 
 PUBLISHED = {"norm_taps": False, "norm_output": False}

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from draftsmith.heads.artifact import Artifact
-from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
+from draftsmith.heads.medusa import MedusaHeads, MedusaShape
 from draftsmith.inference.decode import generate
 from draftsmith.inference.proposers.ngram import PlainDecoding
 from draftsmith.inference.proposers.tree_plan import grow
@@ -108,7 +108,7 @@ def trained_artifact(target: Target) -> Artifact:
 def trained_heads(target: Target) -> Artifact:
     """Four calibrated heads for `target`, trained for a few seconds."""
     heads = MedusaHeads(
-        MedusaConfig(4),
+        MedusaShape(4),
         target.hidden_size,
         target.vocab_size,
         target.embedding_and_head,

@@ -12,14 +12,15 @@ import torch
 from accelerate import DistributedType
 from torch import nn
 
-from draftsmith.heads.eagle import EagleConfig, drafter_of, shape_for
+from draftsmith.heads.eagle import drafter_of
 from draftsmith.heads.errors import UserError
-from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
+from draftsmith.heads.medusa import MedusaHeads, MedusaShape
 from draftsmith.train.config import Optim, RunConfig, TargetConfig
 from draftsmith.train.data.config import Data, Source
 from draftsmith.train.methods.dflash.config import DFlashRun
 from draftsmith.train.methods.dspark.config import DSparkRun
-from draftsmith.train.methods.eagle.config import EagleRun
+from draftsmith.train.methods.eagle.config import EagleConfig, EagleRun
+from draftsmith.train.methods.eagle.method import shape_for
 from draftsmith.train.optimizer import hidden_matrices, make_optimizer, orthogonal
 from draftsmith.train.parallel import check_optimizer
 from tests.conftest import tiny_target
@@ -29,7 +30,7 @@ OPTIM = Optim(optimizer="muon", lr=0.01, betas=(0.8, 0.9))
 
 def drafter() -> MedusaHeads:
     torch.manual_seed(0)
-    return MedusaHeads(MedusaConfig(num_heads=2), 6, 10)
+    return MedusaHeads(MedusaShape(num_heads=2), 6, 10)
 
 
 def names(module: nn.Module) -> set[str]:

@@ -13,6 +13,13 @@ MUON = partial(Optim, "muon", schedule="wsd", decay_share=0.3)
 """Default optimiser and schedule of the methods that were measured to be better with them."""
 
 
+def check_positive(config: object, *names: str) -> None:
+    """Raise `UserError` for the first of the options `names` that is given and below 1."""
+    for name in names:
+        if (value := getattr(config, name)) is not None and value < 1:
+            raise UserError(f"heads.{name} must be at least 1, not {value}")
+
+
 @dataclass
 class UnrolledLoss(Memory):
     """Settings of the loss of a drafter that is trained over its own states."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
+from draftsmith.heads.medusa import MedusaHeads, MedusaShape
 from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.data.features import Features, LiveTarget
 from draftsmith.train.methods.medusa.config import MedusaLoss
@@ -47,7 +47,7 @@ def loss_and_gradient(
     batch: Batch, last: torch.Tensor, loss: str = "kl"
 ) -> tuple[float, torch.Tensor, dict]:
     torch.manual_seed(1)
-    heads = MedusaHeads(MedusaConfig(3), TARGET.hidden_size, TARGET.vocab_size)
+    heads = MedusaHeads(MedusaShape(3), TARGET.hidden_size, TARGET.vocab_size)
     copy_head(heads, TARGET.head_weight)
     objective = MedusaObjective(MedusaLoss(loss=loss, rows_per_chunk=2), 3, TARGET.head)  # type: ignore[arg-type]
     last = last.detach().requires_grad_()
@@ -72,7 +72,7 @@ def test_loss_is_the_sum_that_the_index_table_says() -> None:
     """The objective against plain loops over (head, row) of docs/objectives.md#index-tables."""
     batch = batch_of((9, [(4, 9)]), (6, [(3, 6)]))
     last = features_of(batch)
-    heads = MedusaHeads(MedusaConfig(3), TARGET.hidden_size, TARGET.vocab_size)
+    heads = MedusaHeads(MedusaShape(3), TARGET.hidden_size, TARGET.vocab_size)
     copy_head(heads, TARGET.head_weight)
     for kind in ("kl", "ce"):
         expected, raw = 0.0, [0.8**i for i in range(3)]
@@ -112,7 +112,7 @@ def test_packed_loss_equals_sum_of_separate_documents() -> None:
     one, two = (9, [(4, 9)]), (7, [(2, 7)])
     packed = batch_of(one, two)
     objective = MedusaObjective(MedusaLoss(), 3, TARGET.head)
-    heads = MedusaHeads(MedusaConfig(3), TARGET.hidden_size, TARGET.vocab_size)
+    heads = MedusaHeads(MedusaShape(3), TARGET.hidden_size, TARGET.vocab_size)
     copy_head(heads, TARGET.head_weight)
     source, weights = LiveTarget(TARGET), objective.weights(packed)
     whole = float(objective.forward(heads, source.features(packed), weights)[0].detach())
@@ -125,7 +125,7 @@ def test_packed_loss_equals_sum_of_separate_documents() -> None:
 
 def test_a_batch_with_nothing_to_learn_from_touches_every_parameter() -> None:
     batch = batch_of((5, []))
-    heads = MedusaHeads(MedusaConfig(3), TARGET.hidden_size, TARGET.vocab_size)
+    heads = MedusaHeads(MedusaShape(3), TARGET.hidden_size, TARGET.vocab_size)
     objective = MedusaObjective(MedusaLoss(), 3, TARGET.head)
     loss, _ = objective.forward(
         heads, Features(batch, features_of(batch)), {"depth0": 4.0, "depth1": 4.0, "depth2": 4.0}

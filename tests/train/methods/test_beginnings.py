@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,16 +15,16 @@ import pytest
 import torch
 
 from draftsmith.heads.artifact import Artifact
-from draftsmith.heads.eagle import EagleConfig
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.layers import RMSNorm
-from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
+from draftsmith.heads.medusa import MedusaHeads, MedusaShape
 from draftsmith.train.data.batches import collate
 from draftsmith.train.losses.initialization import apply_init_from, shrink_logits
 from draftsmith.train.methods.dflash.method import warn_of_mask_token
 from draftsmith.train.methods.eagle import method as eagle
+from draftsmith.train.methods.eagle.config import EagleConfig
 from draftsmith.train.methods.medusa import method as medusa
-from draftsmith.train.methods.medusa.config import MedusaLoss
+from draftsmith.train.methods.medusa.config import MedusaConfig, MedusaLoss
 from tests.conftest import by_default, tiny_target
 from tests.helpers.random_eagles import random_eagle
 from tests.helpers.training import launch, make_config, train
@@ -62,7 +63,7 @@ def test_every_method_begins_below_log_v_and_one(tmp_path: Path, method: str) ->
 
 
 def test_a_medusa_run_may_repeat_some_of_what_its_drafter_has(tmp_path: Path) -> None:
-    target, config = tiny_target(), MedusaConfig(num_heads=2, shared_head=True)
+    target, config = tiny_target(), MedusaShape(num_heads=2, shared_head=True)
     lender = target.embedding_and_head
     drafter = MedusaHeads(config, target.hidden_size, target.vocab_size, lender)
     Artifact(drafter, target.fingerprint()).save(tmp_path / "x")
@@ -71,7 +72,7 @@ def test_a_medusa_run_may_repeat_some_of_what_its_drafter_has(tmp_path: Path) ->
     before: Any = SimpleNamespace(drafter=drafter)
     batches: Any = None
     made = medusa.METHOD.make_drafter(run, target, batches, before)
-    assert made.config == run.heads == config
+    assert made.config == config and asdict(config) == asdict(run.heads)
     run.heads = MedusaConfig(num_heads=3)
     with pytest.raises(
         UserError, match="x has num_heads 2, heads.num_heads says 3; set heads.num_heads to 2"
@@ -127,7 +128,7 @@ def test_learned_mask_token_in_new_texts_is_a_warning(
 def test_medusa_trains_all_heads_of_the_drafter_that_a_run_begins_with() -> None:
     """The run's own number of heads is the default, which a warm start does not look at."""
     target = tiny_target()
-    drafter = MedusaHeads(MedusaConfig(num_heads=6), target.hidden_size, target.vocab_size, None)
+    drafter = MedusaHeads(MedusaShape(num_heads=6), target.hidden_size, target.vocab_size, None)
     run: Any = SimpleNamespace(objective=MedusaLoss(), heads=MedusaConfig())
     batch = collate([[(np.arange(9), np.ones(9, bool))]])
     assert len(medusa.METHOD.make_objective(run, target, drafter).weights(batch)) == 6

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from draftsmith.distill.divergences import log_probs
-from draftsmith.heads.eagle import EagleConfig, EagleDrafter, drafter_of, shape_for
+from draftsmith.heads.eagle import EagleDrafter, drafter_of
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.rounds.outcome import Hidden
 from draftsmith.train.data.batches import Batch, collate
@@ -21,8 +21,14 @@ from draftsmith.train.data.features import Features, LiveTarget
 from draftsmith.train.losses.unroll import Ahead, unroll
 from draftsmith.train.losses.unrolled import TeacherPlaces, UnrolledObjective
 from draftsmith.train.methods.dflash.loss import survival_weights
-from draftsmith.train.methods.eagle.config import EagleLoss
-from draftsmith.train.methods.eagle.method import METHOD, NOISE, first_weights, freeze_head
+from draftsmith.train.methods.eagle.config import EagleConfig, EagleLoss
+from draftsmith.train.methods.eagle.method import (
+    METHOD,
+    NOISE,
+    first_weights,
+    freeze_head,
+    shape_for,
+)
 from draftsmith.train.objectives import acceptance_lengths, depth_metrics
 from tests.conftest import tiny_target
 from tests.helpers.alignment import batch_of, cut

@@ -18,7 +18,7 @@ from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange.engines import recipe_for
 from draftsmith.heads.exchange.exporter import export
-from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
+from draftsmith.heads.medusa import MedusaHeads, MedusaShape
 from draftsmith.inference.base.settings import Sampling, TargetConfig
 from draftsmith.inference.decode import generate
 from draftsmith.inference.proposers.registry import load_proposer
@@ -27,7 +27,7 @@ from draftsmith.train.data.batches import collate
 from draftsmith.train.data.features import Features
 from draftsmith.train.losses.calibration import ranks_in
 from draftsmith.train.losses.initialization import apply_init_from
-from draftsmith.train.methods.medusa.config import MedusaLoss
+from draftsmith.train.methods.medusa.config import MedusaConfig, MedusaLoss
 from draftsmith.train.methods.medusa.loss import MedusaObjective
 from draftsmith.train.methods.medusa.method import METHOD
 from tests.conftest import tiny_target
@@ -42,7 +42,7 @@ V, DRAFTED, DEPTH = TARGET.vocab_size, TARGET.vocab_size // 2, 3
 
 def some_heads(shared: bool = False, drafted: int = DRAFTED) -> MedusaHeads:
     torch.manual_seed(5)
-    config = MedusaConfig(DEPTH, shared_head=shared, draft_vocab_size=drafted)
+    config = MedusaShape(DEPTH, shared_head=shared, draft_vocab_size=drafted)
     heads = MedusaHeads(config, TARGET.hidden_size, V, TARGET.embedding_and_head)
     if heads.d2t is not None:
         heads.set_maps(torch.randperm(V)[:drafted].sort().values)
@@ -202,7 +202,8 @@ def test_run_with_draft_vocabulary_is_saved_and_continued(tmp_path: Path) -> Non
     before, batches = Artifact.load(folder, loaded.fingerprint()), cast(Any, None)
     again = METHOD.make_drafter(run, loaded, batches, before)
     again.load_state_dict(heads.state_dict())
-    assert run.heads == again.config == MedusaConfig(2, draft_vocab_size=60)
+    assert run.heads == MedusaConfig(2, draft_vocab_size=60)
+    assert again.config == MedusaShape(2, draft_vocab_size=60)
     run.heads = MedusaConfig(2, draft_vocab_size=50)
     with pytest.raises(UserError, match="draft_vocab_size 60, heads.draft_vocab_size says 50"):
         apply_init_from(run)

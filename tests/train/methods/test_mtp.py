@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from draftsmith.heads.artifact import Artifact
-from draftsmith.heads.drafter_configs import MtpConfig
 from draftsmith.heads.mtp import MtpDrafter, shape_for
 from draftsmith.inference.base.tree_settings import TreeSettings
 from draftsmith.inference.decode import generate_one
@@ -34,7 +33,7 @@ SIZE = 96
 def pair(kind: str, seed: int = 0) -> tuple[Target, MtpDrafter]:
     """A target and a random layer that drafts well enough to be accepted at times."""
     target = Target(mtp_models.make_model(kind, seed), None, kind)
-    drafter = MtpDrafter(shape_for(MtpConfig(), target.config), target.embedding_and_head)
+    drafter = MtpDrafter(shape_for(target.config), target.embedding_and_head)
     torch.manual_seed(seed + 1)
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():

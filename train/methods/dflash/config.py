@@ -6,10 +6,42 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Self
 
 from ....distill.settings import Divergence
-from ....heads.drafter_configs import DFlashConfig
 from ....heads.errors import UserError
 from ...config import Memory, Optim, RunConfig, examples_of
-from ...losses.settings import MUON
+from ...losses.settings import MUON, check_positive
+
+
+@dataclass
+class DFlashConfig:
+    """Options of a block drafter.
+
+    Width, attention heads, rotary positions and norm epsilon are the target's own.
+    """
+
+    num_layers: int = 5
+    """Number of decoder layers."""
+    block_size: int = 8
+    """Number of slots of a block, the anchor's own among them: one draft fewer per round."""
+    taps: list[int] | None = None
+    """Hidden states that are fused, ascending; if not given, as many as there are decoder layers,
+    spread evenly from 2 to L - 2 (L: layers of the target)."""
+    mask_token: int | None = None
+    """Id of the token in the slots to be filled, one that no text holds; if not given, an unused
+    token of the target."""
+    draft_vocab_size: int | None = None
+    """Number of tokens that can be drafted, the most frequent of the training replies; all tokens
+    if not given. Fewer make training and drafting cheaper, most of all for small targets. Not for
+    engines, which run the target's whole head for block drafters."""
+    intermediate_size: int | None = None
+    """Width of the MLP; the target's if not given."""
+
+    def __post_init__(self) -> None:
+        if self.block_size < 2:
+            raise UserError(
+                f"heads.block_size must be at least 2, not {self.block_size}: the first slot is "
+                "the anchor's own"
+            )
+        check_positive(self, "num_layers", "intermediate_size", "draft_vocab_size")
 
 
 @dataclass

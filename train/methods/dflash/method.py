@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ....heads import dflash
 from ....heads.artifact import Artifact
-from ....heads.dflash import DFlashDrafter
+from ....heads.dflash import BlockShape, DFlashDrafter, default_taps
 from ....heads.errors import UserError
 from ....heads.files import JsonObject
+from ....heads.layers import check_taps, chosen_sizes
 from ....heads.vocabulary import spread_ids
 from ....inference.rounds.outcome import Hidden
 from ....inference.targets.target import TargetSource
@@ -41,7 +41,7 @@ from ...losses.initialization import (
 from ...losses.vocabulary import VocabularyMap
 from ...method import FeaturesRead
 from ...outline import FROZEN, TRAINED, MetaTarget, Outline, work_of
-from .config import DFlashRun
+from .config import DFlashConfig, DFlashRun
 from .loss import BlockObjective
 
 log = logging.getLogger(__name__)
@@ -255,12 +255,16 @@ class DFlashMethod(RankedMethod[DFlashRun, DFlashDrafter]):
     run_class = DFlashRun
     drafter_class = DFlashDrafter
     objective_class = BlockObjective
-    configs: Any = dflash
-    """Module of the drafter's configuration, with `shape_for`."""
 
     def shape(self, run: DFlashRun, target: TargetSource | MetaTarget) -> Any:
         """Return the drafter's shape, with any mask token where none is chosen yet."""
-        return self.configs.shape_for(run.heads, target.config, run.heads.mask_token or 0)
+        return self.shape_for(run.heads, target, run.heads.mask_token or 0)
+
+    def shape_for(
+        self, config: DFlashConfig, target: TargetSource | MetaTarget, mask_token: int
+    ) -> BlockShape:
+        """Return the drafter's shape with a mask token. Raises `UserError`."""
+        return shape_for(config, target.config, mask_token)
 
     def features_of(self, run: DFlashRun, target: TargetSource | MetaTarget) -> FeaturesRead:
         return self.shape(run, target).taps, False
@@ -304,10 +308,10 @@ class DFlashMethod(RankedMethod[DFlashRun, DFlashDrafter]):
         if before is not None:
             mask_token = before.drafter.shape.mask_token
             warn_of_mask_token(mask_token, target, batches)
-            expected = self.configs.shape_for(run.heads, target.config, mask_token)
+            expected = self.shape_for(run.heads, target, mask_token)
             return self.drafter_class(kept_shape(run, before, expected), target.embedding_and_head)
         mask_token = choose_mask_token(run.heads.mask_token, target, batches)
-        shape = self.configs.shape_for(run.heads, target.config, mask_token)
+        shape = self.shape_for(run.heads, target, mask_token)
         drafter = self.drafter_class(shape, target.embedding_and_head)
         self.initialize(drafter, target, batches)
         return drafter
@@ -366,6 +370,38 @@ class DFlashMethod(RankedMethod[DFlashRun, DFlashDrafter]):
 
     def tree_of_evaluation(self, depths: int, tree_nodes: int) -> JsonObject:
         return {"length": min(depths, tree_nodes)}
+
+
+def shape_for(
+    config: DFlashConfig, target: Any, mask_token: int, markov_rank: int | None = None
+) -> BlockShape:
+    """Return the sizes of the drafter that `config` describes, for a target's transformers config.
+
+    `markov_rank` is DSpark's. Raises `UserError` for taps or a mask token that the target does not
+    have.
+    """
+    layers = target.num_hidden_layers
+    taps = tuple(config.taps) if config.taps else default_taps(layers, config.num_layers)
+    # Not 0: layers are written from 0 without the embeddings, so that tap 0 would be layer -1. Not
+    # L: transformers gives that one after the final norm.
+    check_taps(taps, 1, layers)
+    if not 0 <= mask_token < target.vocab_size:
+        raise UserError(
+            f"heads.mask_token {mask_token} is not a token: the target has {target.vocab_size}, "
+            "from 0"
+        )
+    size = config.draft_vocab_size
+    return BlockShape(
+        taps=taps,
+        block_size=config.block_size,
+        mask_token=mask_token,
+        hidden_size=target.hidden_size,
+        target_layers=layers,
+        # Drafting all tokens takes no maps.
+        draft_vocab_size=size if size and size < target.vocab_size else None,
+        markov_rank=markov_rank,
+        **chosen_sizes(config, target),
+    )
 
 
 METHOD = DFlashMethod()

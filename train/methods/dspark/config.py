@@ -6,10 +6,27 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from ....distill.settings import Divergence
-from ....heads.drafter_configs import DSparkConfig
 from ....heads.errors import UserError
 from ...config import examples_of
-from ..dflash.config import BlockLoss, DFlashRun
+from ..dflash.config import BlockLoss, DFlashConfig, DFlashRun
+
+
+@dataclass
+class DSparkConfig(DFlashConfig):
+    """Options of a DSpark drafter."""
+
+    block_size: int = 7
+    """Number of slots of a block, and of drafts per round: the anchor's slot drafts too."""
+    markov_rank: int = 256
+    """Rank of the transition bias, which has two matrices of vocabulary times rank numbers."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.markov_rank < 1:
+            raise UserError(
+                f"heads.markov_rank must be at least 1, not {self.markov_rank}; train dflash to "
+                "have none"
+            )
 
 
 @dataclass

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ....heads import dspark
+from ....heads.dflash import BlockShape
 from ....heads.dspark import DSparkDrafter
+from ....inference.targets.target import TargetSource
 from ...outline import TRAINED, MetaTarget, Outline, matrix_numbers
-from ..dflash.config import DFlashRun
+from ..dflash.config import DFlashConfig, DFlashRun
 from ..dflash.loss import BlockObjective
-from ..dflash.method import DFlashMethod
-from .config import DSparkLoss, DSparkRun
+from ..dflash.method import DFlashMethod, shape_for
+from .config import DSparkConfig, DSparkLoss, DSparkRun
 
 INIT_STD = 0.02  # of the matrices that DFlash does not have
 
@@ -56,7 +57,12 @@ class DSparkMethod(DFlashMethod):
     run_class = DSparkRun
     drafter_class = DSparkDrafter
     objective_class = DSparkObjective
-    configs = dspark
+
+    def shape_for(
+        self, config: DFlashConfig, target: TargetSource | MetaTarget, mask_token: int
+    ) -> BlockShape:
+        assert isinstance(config, DSparkConfig)
+        return shape_for(config, target.config, mask_token, config.markov_rank)
 
     def outline(self, run: DFlashRun, target: MetaTarget) -> Outline:
         """Return DFlash's outline, with the transition's output matrix at every draft."""

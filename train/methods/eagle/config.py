@@ -3,12 +3,60 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from ....heads.drafter_configs import EagleConfig
 from ....heads.errors import UserError
 from ...config import Optim, RunConfig, examples_of
-from ...losses.settings import MUON, UnrolledLoss
+from ...losses.settings import MUON, UnrolledLoss, check_positive
+
+
+@dataclass
+class EagleConfig:
+    """Options of an EAGLE drafter.
+
+    Attention heads, rotary positions and norm epsilon are the target's own.
+    """
+
+    version: Literal[1, 3] = 3
+    """Version of EAGLE. 3: fused taps, own norms and head, trained on its own states. 1: the last
+    hidden state and the target's head (arXiv 2401.15077)."""
+    taps: list[int] | None = None
+    """Version 3: hidden states that are fused, ascending; if not given, 2, L/2 and L-3 of a target
+    with L layers, at least 7."""
+    draft_vocab_size: int | None = None
+    """Version 3: number of tokens that can be drafted, the most frequent of the training replies;
+    all tokens if not given."""
+    norm_taps: bool | None = None
+    """EAGLE-3.1: a norm for each tap before they are fused; version 3 has them if not given. Not
+    for llama.cpp."""
+    norm_output: bool | None = None
+    """EAGLE-3.1: recycle the state after the final norm instead of before it; version 3 does if not
+    given. Not for llama.cpp."""
+    num_layers: int = 1
+    """Number of decoder layers; engines load one."""
+    shared_head: bool = False
+    """Version 3: use the target's own head, of which nothing is trained or stored, instead of an
+    output matrix. The file of a small target's drafter is half as large."""
+    qk_norm: bool = False
+    """Version 3: norms on queries and keys, as in Qwen3; vLLM only."""
+    hidden_size: int | None = None
+    """Version 3: a width other than the target's; the drafter then has its own embedding."""
+    intermediate_size: int | None = None
+    """Width of the MLP; the target's if not given."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "num_layers", "draft_vocab_size", "hidden_size", "intermediate_size")
+        if self.version == 1:
+            for name in (
+                "taps", "draft_vocab_size", "norm_taps", "norm_output", "shared_head", "qk_norm",
+                "hidden_size",
+            ):  # fmt: skip
+                if getattr(self, name):
+                    raise UserError(
+                        f"heads.{name} is for version 3; EAGLE-1 reads the target's last feature "
+                        "and uses its head"
+                    )
+
 
 EAGLE_DEFAULTS = {
     1: {"steps": 1, "feature_weight": 1.0, "token_weight": 0.1},

@@ -7,6 +7,7 @@ step towards the target's next feature.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +15,16 @@ from torch.nn import functional
 
 from ....heads import eagle
 from ....heads.artifact import Artifact
-from ....heads.eagle import Eagle3Drafter, EagleDrafter, drafter_of, shape_for
+from ....heads.eagle import (
+    CLASSES,
+    Eagle3Drafter,
+    EagleDrafter,
+    EagleShape,
+    default_taps,
+    drafter_of,
+)
 from ....heads.errors import UserError
+from ....heads.layers import check_taps, chosen_sizes
 from ....inference.targets.target import TargetSource
 from ...data.batches import Batches
 from ...losses.initialization import (
@@ -29,7 +38,7 @@ from ...losses.initialization import (
 from ...losses.unrolled import RecyclingMethod, UnrolledObjective
 from ...method import FeaturesRead
 from ...outline import FROZEN, TRAINED, MetaTarget, Outline
-from .config import EagleRun
+from .config import EagleConfig, EagleRun
 
 NOISE = 0.1  # of EAGLE-1's features; the taps of EAGLE-3 differ in size too much for one noise
 
@@ -158,6 +167,37 @@ def freeze_head(drafter: Eagle3Drafter, norm: bool) -> None:
     if drafter.lm_head is not None:
         drafter.lm_head.requires_grad_(False)
     drafter.norm.weight.requires_grad_(not norm)
+
+
+def shape_for(config: EagleConfig, target: Any) -> EagleShape:
+    """Return the sizes of the drafter that `config` describes, for a target's transformers config.
+
+    Raises `UserError` for taps that the target does not have.
+    """
+    hidden, layers = target.hidden_size, target.num_hidden_layers
+    taps = tuple(config.taps or ())
+    if not taps and not CLASSES[config.version].reads_last:
+        taps = default_taps(layers)
+    # The last tap, L, is refused: transformers gives it after the final norm, engines before.
+    check_taps(taps, 0, layers)
+    if config.shared_head and config.hidden_size not in (None, hidden):
+        raise UserError(
+            f"heads.shared_head takes the target's head, whose rows have its width {hidden}; leave "
+            "out heads.hidden_size or shared_head"
+        )
+    newer = config.version == 3  # it is 3.1 if nothing else is asked for
+    return EagleShape(
+        version=config.version,
+        taps=taps,
+        hidden_size=config.hidden_size or hidden,
+        target_hidden_size=hidden,
+        draft_vocab_size=min(config.draft_vocab_size or target.vocab_size, target.vocab_size),
+        norm_taps=newer if config.norm_taps is None else config.norm_taps,
+        norm_output=newer if config.norm_output is None else config.norm_output,
+        qk_norm=config.qk_norm,
+        shared_head=config.shared_head,
+        **chosen_sizes(config, target),
+    )
 
 
 METHOD = EagleMethod()

@@ -6,9 +6,28 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ....distill.settings import Divergence
-from ....heads.drafter_configs import MedusaConfig
 from ....heads.errors import UserError
 from ...config import RunConfig, examples_of
+from ...losses.settings import check_positive
+
+
+@dataclass
+class MedusaConfig:
+    """Options of the Medusa heads."""
+
+    num_heads: int = 4
+    """Number of heads, each of which drafts one token: the longest path has as many drafts."""
+    num_layers: int = 1
+    """Number of residual blocks in each head."""
+    shared_head: bool = False
+    """Use the target's own head for all heads, instead of an output matrix for each."""
+    draft_vocab_size: int | None = None
+    """Number of tokens that can be drafted, the most frequent of the training replies; all tokens
+    if not given. Each head has a row for each of them, so over a large vocabulary fewer make
+    training several times as fast. Not for engines of others, which read no such heads."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "num_heads", "num_layers", "draft_vocab_size")
 
 
 @dataclass

@@ -5,12 +5,14 @@ Shapes: S positions, R rows, D heads, H hidden size, Vd draft vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import torch
 from torch import Tensor, nn
 
 from ....heads.artifact import Artifact
 from ....heads.files import JsonObject
-from ....heads.medusa import MedusaHeads
+from ....heads.medusa import MedusaHeads, MedusaShape
 from ....inference.rounds.outcome import Hidden
 from ....inference.targets.target import TargetSource
 from ...data.batches import Batches
@@ -49,7 +51,8 @@ class MedusaMethod(RankedMethod[MedusaRun, MedusaHeads]):
 
     def outline(self, run: MedusaRun, target: MetaTarget) -> Outline:
         hidden_size = target.config.hidden_size
-        heads = MedusaHeads(run.heads, hidden_size, target.vocab_size, target.embedding_and_head)
+        sizes = hidden_size, target.vocab_size, target.embedding_and_head
+        heads = MedusaHeads(MedusaShape(**asdict(run.heads)), *sizes)
         outputs = run.heads.num_heads * hidden_size * heads.drafted
         head = FROZEN if run.heads.shared_head else TRAINED
         # Two tables of each head wait for the backward pass of a chunk, and four of the target.
@@ -67,7 +70,7 @@ class MedusaMethod(RankedMethod[MedusaRun, MedusaHeads]):
         sizes = target.hidden_size, target.vocab_size, target.embedding_and_head
         if before is not None:
             return MedusaHeads(before.drafter.config, *sizes)
-        drafter, rows = MedusaHeads(run.heads, *sizes), target.head_weight
+        drafter, rows = MedusaHeads(MedusaShape(**asdict(run.heads)), *sizes), target.head_weight
         if (ids := draft_vocabulary(drafter.drafted, target, batches)) is not None:
             drafter.set_maps(ids)
             rows = rows[ids]

@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
-from ....heads.drafter_configs import MtpConfig
 from ...config import RunConfig, examples_of
 from ...losses.settings import UnrolledLoss
 
 STEPS = 3  # where `MtpLoss.steps` is None
+
+
+@dataclass
+class MtpConfig:
+    """Options of an MTP layer: none, since it is one of the target's own class and sizes."""
 
 
 @dataclass

@@ -41,7 +41,7 @@ class MtpMethod(RecyclingMethod[MtpRun, MtpDrafter]):
         run.objective = run.objective.resolved()
 
     def outline(self, run: MtpRun, target: MetaTarget) -> Outline:
-        drafter = MtpDrafter(shape_for(run.heads, target.config), target.embedding_and_head)
+        drafter = MtpDrafter(shape_for(target.config), target.embedding_and_head)
         loss = run.objective.resolved()
         freeze(drafter, loss)
         return self.unrolled_outline(drafter, loss, target, FROZEN)
@@ -49,7 +49,7 @@ class MtpMethod(RecyclingMethod[MtpRun, MtpDrafter]):
     def make_drafter(
         self, run: MtpRun, target: TargetSource, batches: Batches, before: Artifact | None
     ) -> MtpDrafter:
-        shape = shape_for(run.heads, target.config)
+        shape = shape_for(target.config)
         if before is not None:
             return MtpDrafter(kept_shape(run, before, shape), target.embedding_and_head)
         drafter = MtpDrafter(shape, target.embedding_and_head)

@@ -180,6 +180,35 @@ def test_no_module_imports_itself_through_others() -> None:
     assert len([*graphlib.TopologicalSorter(IMPORTS).static_order()]) == len(MODULES)
 
 
+SHARED = {
+    "dflash": {"heads/dspark.py", "inference/proposers/dspark.py", "train/methods/dspark/config.py",
+               "train/methods/dspark/method.py", "train/losses/blocks.py"},
+    "eagle": {"inference/proposers/mtp.py", "train/losses/unrolled.py"},
+    "mtp": {"draftsmith/commands/mtp.py"},
+}  # fmt: skip
+"""Files that build on a method: DSpark extends DFlash, an MTP layer drafts as EAGLE does, and MTP
+layers have commands."""
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle", "mtp", "dflash", "dspark"])
+def test_a_method_is_in_its_folder_and_two_files(method: str) -> None:
+    """Identifiers and imports are searched; layouts of engines and the registry name methods."""
+    own = (f"train/methods/{method}/", f"heads/{method}.py", f"inference/proposers/{method}.py")
+    others = ("heads/exchange/", "train/methods/registry.py")
+    found = set()
+    for file in FILES:
+        path = str(file.relative_to(ROOT))
+        names = [
+            getattr(node, key)
+            for node in ast.walk(ast.parse(file.read_text()))
+            for key in ("id", "attr", "name", "module", "arg")
+            if isinstance(getattr(node, key, None), str)
+        ]
+        if not path.startswith((*own, *others)) and re.search(method, " ".join(names), re.I):
+            found.add(path)
+    assert found == SHARED.get(method, set())
+
+
 def test_no_test_file_imports_another() -> None:
     """What several test files need is in tests/helpers."""
     pattern = re.compile(

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ....heads.artifact import Artifact
-from ....heads.files import JsonObject
 from ....heads.medusa import MedusaHeads, MedusaShape
 from ....inference.rounds.outcome import Hidden
 from ....inference.targets.target import TargetSource
@@ -89,9 +88,6 @@ class MedusaMethod(RankedMethod[MedusaRun, MedusaHeads]):
         count, last = drafter.config.num_heads, hidden.last
         columns = VocabularyMap(drafter).columns(ids)
         return ranks_by_root(ids, count, columns, lambda i, rows: drafter.logits(last[:rows], i))
-
-    def tree_of_evaluation(self, depths: int, tree_nodes: int) -> JsonObject:
-        return {}  # the tree is grown from the rank accuracies
 
 
 METHOD = MedusaMethod()

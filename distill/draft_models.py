@@ -21,7 +21,7 @@ from ..heads.pretrained import make_causal_lm
 from ..inference.targets.causal_model import CausalModel
 from ..inference.targets.spread import decoder_layers
 from ..inference.targets.target import Target, TargetSource
-from ..inference.targets.target_files import check_there
+from ..inference.targets.target_files import check_target_exists
 from .divergences import divergence, log_probs
 from .settings import DraftModelConfig
 
@@ -65,7 +65,7 @@ def make_draft_model(
     Raises `UserError`.
     """
     if config.path is not None:
-        check_there(config.path)
+        check_target_exists(config.path)
         draft_model = DraftModel.load(Path(config.path), torch.float32, target.embedding_and_head)
     else:
         assert isinstance(target, Target), "layers are cut from a target that has them"

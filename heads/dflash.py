@@ -29,7 +29,7 @@ from .layers import (
     DecoderLayer,
     DrafterShape,
     LayeredDrafter,
-    LlamaFile,
+    LlamaConfigFile,
     shared_sizes,
 )
 from .layout import EmbeddingAndHead
@@ -38,7 +38,7 @@ Pair = tuple[Tensor, Tensor]
 """Keys and values, [B, N, Gkv, E] each."""
 
 
-class BlockInner(Struct):
+class DFlashSection(Struct):
     """Keys of `config.json` that engines look for under `dflash_config`."""
 
     mask_token_id: Token
@@ -46,12 +46,12 @@ class BlockInner(Struct):
     """Layers counted from 0 without the embeddings: tap - 1."""
 
 
-class BlockFile(LlamaFile, kw_only=True):
+class BlockFile(LlamaConfigFile, kw_only=True):
     """`config.json` of a DFlash drafter."""
 
     block_size: Annotated[int, Meta(ge=2, le=1 << 12)]
     num_target_layers: Layers
-    dflash_config: BlockInner
+    dflash_config: DFlashSection
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -20,12 +20,12 @@ from .fingerprint import (
     ADDED_TOKENS_OPTION,
     added_ids,
     effect_of_unknown_tokens,
-    numbers_of,
+    output_settings,
     tokenizer_hash,
     unknown_tokens,
 )
 from .layout import DrafterModule, EmbeddingAndHead
-from .pretrained import clear_errors, make_causal_lm, read_causal_lm, read_tokenizer, save_model
+from .pretrained import as_user_errors, make_causal_lm, read_causal_lm, read_tokenizer, save_model
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class DraftModel(DrafterModule, nn.Module):
 
     def facts(self) -> JsonObject:
         """Return the values of its configuration that change what it computes."""
-        return numbers_of(self.model.config.get_text_config())
+        return output_settings(self.model.config.get_text_config())
 
     @torch.no_grad()
     def for_export(self, vocab_size: int) -> Self:
@@ -124,7 +124,7 @@ class DraftModel(DrafterModule, nn.Module):
                 "a draft model needs the target's tokenizer to be checked against; load it "
                 "together with its target"
             )
-        with clear_errors(directory, "draft model"):
+        with as_user_errors(directory, "draft model"):
             model, loading_info = read_causal_lm(directory, dtype=dtype, output_loading_info=True)
             tokenizer = read_tokenizer(directory)
         kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")

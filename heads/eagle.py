@@ -25,14 +25,14 @@ from .layers import (
     Attend,
     DecoderLayer,
     DrafterShape,
-    LlamaFile,
+    LlamaConfigFile,
     RecyclingDrafter,
     shared_sizes,
 )
 from .layout import EmbeddingAndHead
 
 
-class EagleFile(LlamaFile, kw_only=True):
+class EagleFile(LlamaConfigFile, kw_only=True):
     """`config.json` of an EAGLE drafter; one of EAGLE-1 lacks the keys that have defaults here."""
 
     bias: bool

@@ -56,7 +56,7 @@ class Fingerprint:
     weights_hash: str
     """Hash of a sample of every parameter, see `weights_hash`."""
     numbers: dict[str, Any] = field(default_factory=dict)
-    """Values of the text configuration that change the output, see `numbers_of`."""
+    """Values of the text configuration that change the output, see `output_settings`."""
 
     @classmethod
     def of(
@@ -81,7 +81,7 @@ class Fingerprint:
             tokenizer_hash=tokenizer_hash(tokenizer),
             template_hash=template_hash,
             weights_hash=weights or weights_hash(model),
-            numbers=numbers_of(config),
+            numbers=output_settings(config),
         )
 
     def as_dict(self) -> JsonObject:
@@ -141,7 +141,7 @@ def without_name(facts: JsonObject) -> JsonObject:
     return {name: value for name, value in facts.items() if name not in ("name", "target")}
 
 
-def numbers_of(config: Any) -> dict[str, Any]:
+def output_settings(config: Any) -> dict[str, Any]:
     """Return the values of a text configuration that change the output of the same weights.
 
     Names are flat, such as `rope_parameters.rope_theta`; values are as JSON holds them. `config` is

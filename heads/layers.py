@@ -78,7 +78,7 @@ CONFIG_KEYS = {
 """Keys of `config.json`, by the fields of `DrafterShape`."""
 
 
-class LlamaFile(Struct, kw_only=True):
+class LlamaConfigFile(Struct, kw_only=True):
     """Keys of `config.json` that every drafter with attention has."""
 
     architectures: Annotated[list[str], Meta(min_length=1)]

@@ -63,7 +63,7 @@ def read_config(path: str | Path, trust_remote_code: bool = False) -> Any:
     """Return the configuration of a model in a folder or on the hub.
 
     Raises `UserError` for a damaged number of those in `LARGEST`, and the errors of transformers,
-    see `clear_errors`.
+    see `as_user_errors`.
     """
     check_config(Path(path))
     return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -85,7 +85,7 @@ def read_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:
     """Return the tokenizer of a model.
 
     Raises `UserError` for a damaged file at which the library's code stops, and the errors of
-    transformers, see `clear_errors`.
+    transformers, see `as_user_errors`.
     """
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -117,7 +117,7 @@ def read_causal_lm(path: str | Path, trust_remote_code: bool = False, **options:
     """Return a causal language model with its weights; `options` are those of `from_pretrained`.
 
     Raises `UserError` for weights that are missing, or named by an index but outside of the folder,
-    and the errors of transformers, see `clear_errors`.
+    and the errors of transformers, see `as_user_errors`.
     """
     if Path(path).is_dir():
         check_config(Path(path))
@@ -133,7 +133,7 @@ def make_causal_lm(config: Any, trust_remote_code: bool = False, **options: Any)
 
 
 @contextmanager
-def clear_errors(path: str | Path, what: str = "target", remedy: str = "") -> Iterator[None]:
+def as_user_errors(path: str | Path, what: str = "target", remedy: str = "") -> Iterator[None]:
     """Turn the errors of transformers about files that it cannot read into `UserError`s.
 
     The message begins with `what` was to be loaded and ends with `remedy`; what transformers itself

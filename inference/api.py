@@ -31,7 +31,7 @@ from .decode import Generation, Request, Round, decode, generate
 from .metrics import conditional, emitted_per_round, survival, tau, time_per_token
 from .profile import tuned_setting
 from .proposers.contract import Proposer
-from .proposers.own_drafters import checked_proposer
+from .proposers.custom_drafters import checked_proposer
 from .proposers.registry import check_spec, load_proposer
 from .targets.target import Target, load_for_decoding, prepare_to_compile, target_of
 

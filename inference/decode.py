@@ -20,12 +20,12 @@ from . import recorded
 from .base.detokenize import StopStrings
 from .base.settings import GREEDY, Sampling
 from .proposers.contract import Prompts, Proposer, StaticProposer
-from .proposers.own_drafters import is_users, reported, wrong_tree
+from .proposers.custom_drafters import is_users, reported, wrong_tree
 from .rounds.accept import judge
 from .rounds.cache import TreeCache
 from .rounds.device import Clock, send
 from .rounds.noise import row_keys
-from .rounds.outcome import Accepted, Outcome, Packed
+from .rounds.outcome import Accepted, DeviceOutcome, Outcome
 from .rounds.sampling import Draws
 from .rounds.tree import DraftTree
 from .targets.causal_model import CausalModel
@@ -371,7 +371,7 @@ class _RunningBatch:
             taps = self.proposer.taps
             hidden, logits = recorded.run_nodes(self.target, tree, self.cache, taps)
             self.clock.mark("verify")
-            packed = Packed.of(tree, judge(tree, logits, self.draws))
+            packed = DeviceOutcome.of(tree, judge(tree, logits, self.draws))
             outcome = packed.read()
             self.clock.mark("accept")
             accepted = Accepted.of(tree, packed, hidden, outcome)

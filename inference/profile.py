@@ -44,7 +44,7 @@ class ProfileFile(Document):
     schema_version: Annotated[int, Meta(ge=1)] = 1
 
 
-def machine_of(target: Target) -> JsonObject:
+def timing_conditions(target: Target) -> JsonObject:
     """Return the facts about machine and target on which times depend; a profile holds for them."""
     cuda = target.device.type == "cuda"
     return {
@@ -92,7 +92,7 @@ class TuningProfile:
                 f"{path} was tuned before the target's configuration was changed ({changes}); tune "
                 "again"
             )
-        this_machine = machine_of(target)
+        this_machine = timing_conditions(target)
         # Another version of torch is accepted; the number of threads counts on a CPU only.
         threads = ("threads",) if this_machine["device"] == "cpu" else ()
         for name in ("device", "dtype", "compiled", *threads):

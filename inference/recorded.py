@@ -29,7 +29,7 @@ from .base.settings import Sampling
 from .proposers.contract import Proposer, StaticProposer
 from .rounds.accept import judge
 from .rounds.cache import Pool, StaticTreeCache, TreeCache
-from .rounds.outcome import Accepted, Hidden, Packed
+from .rounds.outcome import Accepted, DeviceOutcome, Hidden
 from .rounds.sampling import Draws
 from .rounds.tree import DraftTree, Pass
 
@@ -55,13 +55,13 @@ def run_nodes(
 
 def verify(
     target: CausalModel, tree: DraftTree, cache: TreeCache, draws: Draws, taps: tuple[int, ...]
-) -> tuple[Accepted, Packed]:
+) -> tuple[Accepted, DeviceOutcome]:
     """Verify `tree`, keep its accepted path in `cache`, and return it, without a transfer.
 
     The path is as wide as the tree is deep. The texts of `draws` need space for as many tokens.
     """
     hidden, logits = run_nodes(target, tree, cache, taps)
-    packed = Packed.of(tree, judge(tree, logits, draws))
+    packed = DeviceOutcome.of(tree, judge(tree, logits, draws))
     accepted = Accepted.of(tree, packed, hidden)
     cache.commit(accepted.gained, None if accepted.in_place else accepted.path)
     draws.extend(accepted.ids, cache.progress(accepted.counts))
@@ -116,7 +116,7 @@ def recorder_for(device: torch.device) -> Any:
     return CudaRecorder if device.type == "cuda" else None
 
 
-class Outside(TorchDispatchMode):
+class ExternalTensors(TorchDispatchMode):
     """Keeps the tensors that a function reads and has not made.
 
     A graph reads them at their addresses, whoever else drops them: tables are cached by
@@ -141,7 +141,7 @@ class Outside(TorchDispatchMode):
         return result
 
 
-StaticRound = tuple[Accepted, Packed, DraftTree | None]
+StaticRound = tuple[Accepted, DeviceOutcome, DraftTree | None]
 """Accepted path, outcome on the device, and the next drafts if the proposer is part of the round.
 
 Otherwise the path has not been committed to the proposer either, which needs the host for that.
@@ -165,8 +165,8 @@ class RecordedRound:
         names = part.left_for_commit if (part := traced(proposer)) else ()
         self._state = {name: getattr(proposer, name).clone() for name in names}
         self._calls = 0
-        self._result: tuple[Accepted, Packed] | None = None
-        self.outside = Outside()
+        self._result: tuple[Accepted, DeviceOutcome] | None = None
+        self.outside = ExternalTensors()
 
     def __call__(self, target: CausalModel, proposer: Proposer, tree: DraftTree) -> StaticRound:
         """Verify `tree`, commit, and draft again. What was returned before is overwritten then."""
@@ -174,7 +174,7 @@ class RecordedRound:
             self._place.copy_(tree)
             self._keep_state(proposer)
 
-        def body() -> tuple[Accepted, Packed]:
+        def body() -> tuple[Accepted, DeviceOutcome]:
             # Of the round before: noise is a function of keys and positions, and is made again.
             self._draws.forget_noise()
             found = verify(target, self._place, self._cache, self._draws, proposer.taps)
@@ -196,7 +196,9 @@ class RecordedRound:
         self._draws.forget_noise()
         return accepted, packed, self._place if traced(proposer) else None
 
-    def _record(self, body: Callable[[], tuple[Accepted, Packed]], proposer: Proposer) -> None:
+    def _record(
+        self, body: Callable[[], tuple[Accepted, DeviceOutcome]], proposer: Proposer
+    ) -> None:
         """Record and run a round. Where that is not possible, rounds go on as they are.
 
         A model that asks the host for a number cannot be recorded, and CUDA says so. Its operators

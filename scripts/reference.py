@@ -24,7 +24,7 @@ from draftsmith.command_line.fields import (
     options_of_class,
     takes,
 )
-from draftsmith.command_line.help_text import pairs_together, usage_of, wrapped
+from draftsmith.command_line.help_text import unbroken_pairs, usage_of, wrapped
 from draftsmith.commands.cli import VERBS, options_of_verb
 from draftsmith.inference.evaluation.results import Report
 from draftsmith.train.methods.registry import METHODS, run_class_named
@@ -172,7 +172,7 @@ def command(verb: str) -> Iterator[str]:
         yield from ["", *folded(paragraph)]
     examples: list[str] = []
     for example in config_class.examples:
-        examples += wrapped(pairs_together(example), CODE_COLUMNS, "", "    ", " \\")
+        examples += wrapped(unbroken_pairs(example), CODE_COLUMNS, "", "    ", " \\")
     yield from ["", *fenced(f"bash {EXAMPLES}", examples)]
     options = options_of_class(config_class)
     groups = {part.name: part for part in fields_of(config_class) if is_dataclass(part.kind)}

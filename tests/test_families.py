@@ -33,7 +33,7 @@ from transformers import (
 import draftsmith
 from draftsmith.commands.cli import main
 from draftsmith.heads.exchange.engines import ENGINES, drafter_facts, engine_remarks, refusal
-from draftsmith.heads.exchange.exporter import load_alone
+from draftsmith.heads.exchange.exporter import load_without_target
 from tests.conftest import QUICKSTART, by_default
 
 HEAD: dict[str, Any] = {"head_dim": 16}
@@ -117,7 +117,7 @@ def test_each_family_works_from_doctor_to_import(
             evaluation={"limit": 2, "max_new_tokens": 4},
         )  # fmt: skip
     logged = [record.getMessage() for record in caplog.records]
-    said = drafter_facts(load_alone(best))
+    said = drafter_facts(load_without_target(best))
     assert [line for line in logged if line in engine_remarks(said)] == engine_remarks(said)
     for remark in remarks:
         assert any(remark in line for line in logged), remark
@@ -145,7 +145,7 @@ def test_each_family_works_from_doctor_to_import(
         capsys.readouterr()
         main(["import", "--from", str(out), "--target", str(target), "--out", str(again)])
         assert "warning" not in capsys.readouterr().out
-        ours, theirs = load_alone(best).drafter, load_alone(again).drafter
+        ours, theirs = load_without_target(best).drafter, load_without_target(again).drafter
         assert ours.facts() == theirs.facts()
         for name, tensor in ours.state_dict().items():
             assert torch.equal(tensor, theirs.state_dict()[name]), name

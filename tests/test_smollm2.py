@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.heads.exchange.exporter import load_alone
+from draftsmith.heads.exchange.exporter import load_without_target
 from tests.conftest import ROOT
 
 SCRIPTS = ROOT / "scripts" / "smollm2"
@@ -175,7 +175,7 @@ def test_the_replies_that_come_with_the_project_are_whole() -> None:
 
 def test_the_drafter_that_comes_with_the_project_reads_back() -> None:
     folder = SCRIPTS / "drafter"
-    artifact = load_alone(folder)
+    artifact = load_without_target(folder)
     assert artifact.method == "eagle" and artifact.fingerprint.vocab_size == 49152
     state = artifact.drafter.state_dict()
     assert all(bool(tensor.isfinite().all()) for tensor in state.values())

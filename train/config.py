@@ -175,7 +175,7 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
-class Division:
+class RankShare:
     """Share of one rank in a step."""
 
     rows: int
@@ -184,7 +184,7 @@ class Division:
     """Forward passes of a step, whose gradients are added up."""
 
 
-def divided(run: RunConfig, ranks: int) -> Division:
+def divided(run: RunConfig, ranks: int) -> RankShare:
     """Return the share of each of `ranks` in a step of the run, with as few passes as possible.
 
     Raises `UserError` if the ranks cannot share the rows of a step evenly.
@@ -201,7 +201,7 @@ def divided(run: RunConfig, ranks: int) -> Division:
             f"{plural(most_ranks(rows, ranks), 'rank')}"
         )
     passes = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= most)
-    return Division(share // passes, passes)
+    return RankShare(share // passes, passes)
 
 
 def most_ranks(rows: int, ranks: int) -> int:

@@ -21,9 +21,9 @@ from ..command_line.process import is_main_rank
 from ..heads.errors import UserError
 from ..heads.exchange.engines import drafter_facts, engine_remarks, refusal
 from ..heads.exchange.engines.engine import DrafterFacts
-from ..heads.exchange.exporter import load_alone
+from ..heads.exchange.exporter import load_without_target
 from ..heads.files import check_space
-from ..heads.fingerprint import numbers_of
+from ..heads.fingerprint import output_settings
 from ..heads.pretrained import make_causal_lm
 from ..inference.base.console import size
 from ..inference.base.costs import TARGET_BYTES
@@ -263,12 +263,12 @@ def check_engines(run: RunConfig, method: AnyMethod) -> DrafterFacts:
     be read, and for heads that do not fit the target.
     """
     if run.init_from is not None:
-        facts = drafter_facts(load_alone(run.init_from))
+        facts = drafter_facts(load_without_target(run.init_from))
     else:
         target = target_of_run(run)
         drafter = meta_outline(method, run, target).drafter
         facts = DrafterFacts(
-            drafter, target.config.model_type, target.vocab_size, numbers_of(target.config)
+            drafter, target.config.model_type, target.vocab_size, output_settings(target.config)
         )
     for name in run.for_:
         if (reason := refusal(name, facts)) is not None:

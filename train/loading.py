@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from ..heads.errors import UserError
 from ..heads.files import JsonObject
 from ..heads.fingerprint import Fingerprint, changed_numbers, hash_of
-from ..heads.pretrained import clear_errors, make_causal_lm, read_config, read_tokenizer
+from ..heads.pretrained import as_user_errors, make_causal_lm, read_config, read_tokenizer
 from ..inference.targets.spread import on_first
 from ..inference.targets.stored import (
     HeldOutText,
@@ -189,7 +189,7 @@ def check_named_target(named: TargetConfig, stored: StoredTarget, store: str) ->
     if not (folder / "config.json").is_file():
         log.info("no config.json in %s: it was not compared with the target of %s", folder, store)
         return
-    with clear_errors(folder):
+    with as_user_errors(folder):
         config = read_config(folder, named.trust_remote_code)
         with torch.device("meta"):
             model = make_causal_lm(config, named.trust_remote_code)

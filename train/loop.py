@@ -27,11 +27,11 @@ from ..inference.base.console import ProgressReporter, plural
 from ..inference.base.output_paths import check_output_folder
 from ..inference.conversations.sources import source_files
 from ..inference.evaluation.training_log import METRICS_FILE, repair_metrics
-from ..inference.proposers.own_drafters import reported
+from ..inference.proposers.custom_drafters import reported
 from ..inference.targets.spread import on_first
 from ..inference.targets.stored import manifest_of
 from ..inference.targets.target import resolve_device
-from ..inference.targets.target_files import check_there
+from ..inference.targets.target_files import check_target_exists
 from .checkpoint import RunFolder, TrainerState, find_resume
 from .config import Callback, RunConfig, divided, interval
 from .data.batches import Batches
@@ -198,7 +198,7 @@ def check_before_loading(run: RunConfig, method: AnyMethod) -> None:
     check_output_folder(run.out, "--out")
     resolve_device(run.target.device)
     if run.features.store is None:
-        check_there(run.target.path)
+        check_target_exists(run.target.path)
         for source in run.data.sources:
             source_files(source)
     else:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..heads.layout import EmbeddingAndHead, usual_scale
-from ..heads.pretrained import clear_errors, read_config
+from ..heads.pretrained import as_user_errors, read_config
 from ..inference.base.settings import TargetConfig
 from ..inference.targets.model_head import ConfigFacts
 from ..inference.targets.target_files import base_and_adapter
@@ -90,7 +90,7 @@ def meta_outline(method: Any, config: Any, target: MetaTarget) -> Outline:
         return method.outline(config, target)
 
 
-def matrix_numbers(*modules: nn.Module) -> int:
+def count_matrix_parameters(*modules: nn.Module) -> int:
     """Return how many numbers the matrices of modules have; norms and biases are left out."""
     return sum(p.numel() for module in modules for p in module.parameters() if p.ndim > 1)
 
@@ -166,7 +166,7 @@ def config_at(path: str, trust: bool = False) -> Any:
     Of an adapter's folder it is that of the base model. Raises `UserError` where there is none.
     """
     path, _ = base_and_adapter(TargetConfig(path))
-    with clear_errors(path, "the config of", "a folder with its config.json is enough"):
+    with as_user_errors(path, "the config of", "a folder with its config.json is enough"):
         return read_config(path, trust)
 
 

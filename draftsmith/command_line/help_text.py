@@ -109,7 +109,7 @@ def help_page(config_class: Any, prog: str, everything: bool) -> str:
     given = getattr(config_class, "examples", ())  # a method of another package may have none
     lines += ["examples:"] if given else []
     for example in given:
-        lines += wrapped(pairs_together(example), width, "  ", "      ", " \\")
+        lines += wrapped(unbroken_pairs(example), width, "  ", "      ", " \\")
     if everything:
         own = [option for option in options.values() if not option.group]
         lines += ["", "options:", *explained(own, width)]
@@ -151,7 +151,7 @@ def wrapped(
     return [line + continued for line in lines[:-1]] + lines[-1:]
 
 
-def pairs_together(command: str) -> str:
+def unbroken_pairs(command: str) -> str:
     """Return a command in which no option is parted from its value, nor a word between quotes."""
     command = re.sub(r"'[^']+'", lambda quoted: quoted[0].replace(" ", TIE), command)
     return re.sub(r"(--?[\w.-]+) (?=[^- ]|- )", rf"\1{TIE}", command)

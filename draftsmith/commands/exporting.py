@@ -90,10 +90,10 @@ def write_export(options: ExportOptions) -> ExportResult:
     """Write the export that the options ask for, whole or not at all. Raises `UserError`."""
     import torch
 
-    from ..heads.exchange.exporter import export, load_alone, needs_target_head
+    from ..heads.exchange.exporter import export, load_without_target, needs_target_head
 
     check_output_folder(options.out, "--out", replaced=True)
-    artifact = load_alone(options.drafter)
+    artifact = load_without_target(options.drafter)
     if Path(options.out).resolve() == Path(options.drafter).resolve():
         raise UserError(f"{options.out} is the drafter itself; name another --out")
     most = artifact.drafter.most_drafts

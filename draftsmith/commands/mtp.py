@@ -108,11 +108,11 @@ def find_layer(name: str, remedy: str | None = None) -> StoredLayer:
     """
     from ..heads.exchange.hub import fetch_folder
     from ..heads.exchange.mtp import EXTRACT_REMEDY, layout_in
-    from ..heads.pretrained import clear_errors, read_config
+    from ..heads.pretrained import as_user_errors, read_config
     from ..heads.stored_tensors import StoredTensors
 
     folder = fetch_folder(name, ["*.json", "*.safetensors"], "checkpoint")
-    with clear_errors(folder, "checkpoint"):
+    with as_user_errors(folder, "checkpoint"):
         config = read_config(folder).get_text_config()
     tensors = StoredTensors(folder)
     layout = layout_in(
@@ -209,12 +209,12 @@ def stitch_layer(options: StitchOptions) -> None:
         is_served,
         layout_for,
         layout_in,
-        places_in,
         stitch,
+        tensor_locations,
         to_checkpoint_names,
     )
     from ..heads.mtp import MtpDrafter, shape_for
-    from ..heads.pretrained import clear_errors, read_config
+    from ..heads.pretrained import as_user_errors, read_config
     from ..inference.targets.stored import StoredTarget, embedding_and_head_in
 
     check_new_folder(options.out, "--out")
@@ -235,10 +235,10 @@ def stitch_layer(options: StitchOptions) -> None:
             "mtp extract or train mtp wrote"
         )
     check_fits(drafter.shape.layer, shape_for(target.config).layer, options)
-    with clear_errors(checkpoint):
+    with as_user_errors(checkpoint):
         config = read_config(checkpoint).get_text_config()
     family = layout_for(config.model_type, config.num_hidden_layers)
-    places = places_in(checkpoint)
+    places = tensor_locations(checkpoint)
     there = any(name.startswith(family.prefix) for name in places)
     if there:
         layout_in(list(places), config.model_type, config.num_hidden_layers, str(checkpoint))

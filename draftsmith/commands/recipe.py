@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from ..command_line.help_text import pairs_together, wrapped
+from ..command_line.help_text import unbroken_pairs, wrapped
 from ..heads.errors import UserError
 from ..heads.files import whole_file
 from ..inference.base.output_paths import check_output
@@ -117,5 +117,5 @@ def _comments(parts: tuple[dict[str, Any], ...]) -> list[str]:
     lines += [part["first"] for part in parts if "first" in part]
     for part in reversed(parts):
         for command in part.get("commands", ()):
-            lines += wrapped(pairs_together(command), COLUMNS, "  ", "      ", " \\")
+            lines += wrapped(unbroken_pairs(command), COLUMNS, "  ", "      ", " \\")
     return [f"# {line}" for line in lines]

@@ -35,7 +35,13 @@ from ..inference.conversations.messages import RowError
 from ..inference.conversations.rows import SHARES, MalformedRows, SourceNotes
 from ..inference.conversations.sources import rows_of, source_files
 from ..inference.conversations.templates import endless, warn_of_plain_text
-from ..train.data.regeneration import EarlierRows, ReplyTask, RowWriter, refuse_other, repair
+from ..train.data.regeneration import (
+    EarlierRows,
+    ReplyTask,
+    RowWriter,
+    check_same_provenance,
+    repair,
+)
 from ..train.data.replies import ServerOptions, regenerate_on_server
 from ..train.data.templates import cut_replies
 
@@ -127,14 +133,14 @@ def _regenerate(options: RegenerateOptions, share: Share, rows: list[tuple[str, 
     mine = repair(out, ours=options.share is not None)
     # The weights of a target that is loaded here are compared in place of its name.
     here = options.server.url is None
-    refuse_other(out, mine.written, facts, by_weights=here)
+    check_same_provenance(out, mine.written, facts, by_weights=here)
     written, finished = {out: mine.written}, mine.ids
     # Another worker may have another server of the same target.
     shared = {name: value for name, value in facts.items() if name != "server"}
     for other in share.others():
         # Another worker may still write it, so that nothing is cut off here.
         theirs = EarlierRows.of(other)
-        refuse_other(other, theirs.written, shared, by_weights=here)
+        check_same_provenance(other, theirs.written, shared, by_weights=here)
         written[other] = theirs.written
         finished |= theirs.ids
     notes = SourceNotes()

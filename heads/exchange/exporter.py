@@ -22,7 +22,7 @@ from ..errors import UserError
 from ..files import file_facts, read_json, whole_directory, write_json
 from ..fingerprint import Fingerprint, tokenizer_hash
 from ..layout import EmbeddingAndHead, dtype_name, place, stored_as
-from ..pretrained import clear_errors, read_tokenizer
+from ..pretrained import as_user_errors, read_tokenizer
 from .engines import ENGINES, TITLES, drafter_facts, recipe_for
 from .engines.engine import ExportRequest, FileLayout, Files, NativeFiles
 from .foreign import Answers, TargetParts
@@ -182,7 +182,7 @@ def check_numbers(artifact: Artifact, dtype: torch.dtype) -> None:
             raise UserError(f"{name} does not fit into {dtype_name(dtype)}; use --dtype bfloat16")
 
 
-def load_alone(directory: str | Path) -> Artifact:
+def load_without_target(directory: str | Path) -> Artifact:
     """Load an artifact without its target, for export only: its embedding and head are stand-ins.
 
     Raises `UserError` for a folder that is not an artifact, or a damaged one.
@@ -200,7 +200,7 @@ def load_alone(directory: str | Path) -> Artifact:
     if drafter_class(document.method).whole_model:
         # Its `load` compares the tokenizer next to it with the target's. The target's is not there,
         # so the same one is given twice after its hash was found to be the target's.
-        with clear_errors(directory, "the tokenizer of draft model", "save the drafter again"):
+        with as_user_errors(directory, "the tokenizer of draft model", "save the drafter again"):
             tokenizer = read_tokenizer(directory)
         if tokenizer_hash(tokenizer) != trained_for.tokenizer_hash:
             raise UserError(

@@ -215,7 +215,7 @@ def stitch(
     """
     if checkpoint.resolve() in (out.resolve(), *out.resolve().parents):
         raise UserError(f"{out} lies in {checkpoint}, which is copied; name another --out")
-    places = places_in(checkpoint)
+    places = tensor_locations(checkpoint)
     tensors = as_stored(tensors, places, checkpoint)
     there = places.keys() & tensors.keys()
     if not there:
@@ -273,7 +273,7 @@ def as_stored(
     return stored
 
 
-def places_in(checkpoint: Path) -> dict[str, tuple[Path, TensorFacts]]:
+def tensor_locations(checkpoint: Path) -> dict[str, tuple[Path, TensorFacts]]:
     """Return the file and the facts of each tensor of a checkpoint. Raises `UserError`."""
     found: dict[str, tuple[Path, TensorFacts]] = {}
     for file in files_of(checkpoint):

@@ -227,7 +227,7 @@ def _requests(setting: SettingFigures, name: str, path: str) -> list[RequestReco
     return setting.drafters[name].per_request
 
 
-def own_drafters(report: Report) -> list[str]:
+def non_baseline_drafters(report: Report) -> list[str]:
     """Return the drafters of a report's first setting without the baselines."""
     names = report.settings[0].drafters if report.settings else ()
     return [name for name in names if name not in ("plain", *BASELINES)]
@@ -240,7 +240,7 @@ def chosen_drafters(reports: Sequence[Report], paths: Sequence[str]) -> list[str
     `--like` with the same engine and settings, it is that row, since the engine would serve it.
     Raises `UserError` for other reports, with the options that name a drafter of each.
     """
-    found = [own_drafters(report) for report in reports]
+    found = [non_baseline_drafters(report) for report in reports]
     if all(len(names) == 1 for names in found):
         return [names[0] for names in found]
     rows = [_engine_row(names) for names in found]

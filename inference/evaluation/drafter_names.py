@@ -15,8 +15,8 @@ from typing import Protocol
 
 from ..base.tree_settings import LOOKUP_SETTINGS
 from ..proposers.contract import DrafterSpec
+from ..proposers.custom_drafters import is_class_path
 from ..proposers.kind import Settings
-from ..proposers.own_drafters import is_own
 from ..proposers.registry import UNTRAINED, method_of, parse_spec
 
 PLAIN = "plain"
@@ -76,7 +76,7 @@ def longer_names(drafter: str) -> Iterator[str]:
     if drafter in UNTRAINED:
         yield PLAIN if drafter == "none" else drafter
         return
-    if not Path(drafter).is_dir() and is_own(drafter):
+    if not Path(drafter).is_dir() and is_class_path(drafter):
         yield drafter.rpartition(":")[2]
         yield drafter
         return

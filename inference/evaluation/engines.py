@@ -11,7 +11,7 @@ from typing import Any
 from ...heads.errors import UserError
 from ...heads.exchange.engines import ENGINES
 from ...heads.exchange.engines.engine import DrafterFacts
-from ...heads.fingerprint import numbers_of
+from ...heads.fingerprint import output_settings
 from ..base.settings import Rule, choice_named
 from ..base.tree_settings import positive
 from ..proposers.cached import FeatureProposer
@@ -71,7 +71,7 @@ class ImitatedEngine:
         if isinstance(proposer, FeatureProposer):
             drafter = proposer.drafter
             family = "llama" if target is None else target.model_type
-            numbers = {} if target is None else numbers_of(target)
+            numbers = {} if target is None else output_settings(target)
             facts = DrafterFacts(drafter, family, drafter.shape.vocab_size, numbers)
             if (reason := ENGINES[self.name].obstacle(facts)) is not None:
                 raise UserError(f"{self.name} cannot serve this drafter: {reason}")

@@ -35,9 +35,9 @@ from ..conversations.prompts import Prompt, check_batches, check_room, check_sou
 from ..conversations.rows import InMemoryRows
 from ..conversations.sources import benchmark_of
 from ..conversations.templates import check_template_kwargs, endless
-from ..profile import TuningProfile, key_of, machine_of, read_profile
+from ..profile import TuningProfile, key_of, read_profile, timing_conditions
 from ..proposers.contract import Proposer
-from ..proposers.own_drafters import checked_proposer, files_of
+from ..proposers.custom_drafters import checked_proposer, files_of
 from ..proposers.registry import check_spec, is_own_drafter, load_proposer, parse_spec, without_tree
 from ..targets.packed import processor
 from ..targets.target import Target, load_for_decoding
@@ -135,11 +135,11 @@ def check(options: Options) -> list[Setting]:
     check_json(options.json)
     return [
         Setting(sampling, size, options.max_new_tokens, options.repeats)
-        for sampling, size in product(*swept(options))
+        for sampling, size in product(*sweep_values(options))
     ]
 
 
-def swept(options: Options | TuneOptions) -> tuple[list[Sampling], list[int]]:
+def sweep_values(options: Options | TuneOptions) -> tuple[list[Sampling], list[int]]:
     """Return the sampling for each temperature of a command, and its batch sizes.
 
     Raises `UserError`.
@@ -399,7 +399,7 @@ def facts_of(
         return report
     report.target = target.fingerprint().as_dict()
     report.dtype, report.device = dtype_name(target.dtype), str(target.device)
-    report.machine, report.conditions = machine_of(target), conditions_of(target)
+    report.machine, report.conditions = timing_conditions(target), conditions_of(target)
     return report
 
 

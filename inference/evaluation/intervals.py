@@ -44,7 +44,7 @@ def interval(
     It is the jackknife of the logarithm: of n units, with x_i the logarithm of the statistic
     without unit i, the variance is (n - 1) / n times the sum of the squared deviations of the x_i
     from their mean (Efron and Stein 1981, eq. 1.2). The half-width in standard deviations is
-    Student's t, with one degree of freedom less than there are `effective` units.
+    Student's t, with one degree of freedom less than there are `effective_sample_size` units.
 
     Units whose sums are all 0 are left out. Both ends are NaN for fewer than `FEWEST` others, if
     the statistic is not defined without one of them, and for an interval beyond a factor of 100,
@@ -65,14 +65,14 @@ def interval(
         logs.append(math.log(without / value))
     centre = sum(logs) / count
     variance = (count - 1) / count * sum((x - centre) ** 2 for x in logs)
-    degrees = max(round(effective(nonzero)) - 1, 1)
+    degrees = max(round(effective_sample_size(nonzero)) - 1, 1)
     reach = student_t((1 + level) / 2, degrees) * math.sqrt(variance)
     if reach > WIDEST:
         return NAN, NAN
     return value * math.exp(-reach), value * math.exp(reach)
 
 
-def effective(units: Sequence[Sums]) -> float:
+def effective_sample_size(units: Sequence[Sums]) -> float:
     """Return the effective number of units: (sum of w)^2 / sum of w^2 (Kish 1965, section 11.7).
 
     The weight w of a unit is its share of the sums, the mean over the columns. Long replies

@@ -26,13 +26,13 @@ from ..base.output_paths import check_output
 from ..base.settings import Sampling
 from ..conversations.prompts import Prompt, check_batches, check_room, check_source, read_prompts
 from ..conversations.templates import endless
-from ..profile import key_of, machine_of
+from ..profile import key_of, timing_conditions
 from ..proposers.registry import check_spec, load_proposer, refuse_own
 from ..targets.target import Target, load_for_decoding
 from ..targets.target_files import tokenizer_of
 from .candidates import PLAIN, candidates, check_tunable
 from .drafter_names import distinct_labels
-from .evaluate import comparable_facts, origin, swept
+from .evaluate import comparable_facts, origin, sweep_values
 from .figure_text import busy_now, number_text, ratio_text, slower
 from .halving import enough, halves, tuned_row
 from .journal import Journal, interruption_message
@@ -110,7 +110,7 @@ def empty_profile(options: Options, target: Target, prompts: int) -> JsonObject:
         "command": shlex.join(["draftsmith", *sys.argv[1:]]),
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "target": target.fingerprint().as_dict(),
-        "machine": machine_of(target),
+        "machine": timing_conditions(target),
         "prompts": {"path": options.prompts, "count": prompts},
         "drafters": {key_of(spec): [] for spec in options.drafter},
     }
@@ -144,7 +144,7 @@ def check(options: Options) -> tuple[list[Sampling], list[int]]:
         )
     check_source(options.source(options.prompts))
     check_output(options.out, "--out")
-    samplings, batches = swept(options)
+    samplings, batches = sweep_values(options)
     return samplings, sorted({*batches})
 
 

@@ -28,7 +28,7 @@ def stable_top(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values[..., :count], indices[..., :count]
 
 
-class Pool:
+class CandidatePool:
     """Candidate nodes of a batch in the order of their levels, from which a tree takes the best.
 
     A candidate's pool index counts from the root, which has index 0. Scores must not rise along a
@@ -197,7 +197,7 @@ def best_first(tokens: Tensor, scores: Tensor, root: Tensor, nodes: int) -> Draf
     more.
     """
     batch, levels, width = scores.shape
-    pool = Pool(root, nodes)
+    pool = CandidatePool(root, nodes)
     # of the paths that end in the level before: their values and pool indices, at first the root's
     values = torch.zeros(batch, 1, device=scores.device, dtype=scores.dtype)
     index = torch.zeros(batch, 1, dtype=torch.long, device=scores.device)
@@ -229,7 +229,7 @@ def grow_dynamic(
     Returns the tree and, for each of its nodes `[B, N]`, its index among the nodes that `go_on` has
     run (-1: it was not run; the root is not among them).
     """
-    pool = Pool(root, nodes)
+    pool = CandidatePool(root, nodes)
     paths = root[:, None, None]  # [B, M, depth + 1]
     tokens, scores = draws.rank(first[:, None], 0, width, paths)
     tokens, scores = tokens[:, 0], scores[:, 0]

@@ -24,11 +24,11 @@ from ..base.settings import DTYPES, dtype_named
 from ..base.tree_settings import LOOKUP_SETTINGS, TREE_SETTINGS, TreeSettings, positive
 from ..targets.target import Target, TargetSource
 from .contract import DrafterSpec, Proposer
+from .custom_drafters import check_own, checked_proposer, class_named, is_class_path, make_own
 from .default_tree import default_tree, expected_tokens
 from .draft_model import MODEL_FOLDER
 from .kind import Kind, Setting, Settings
 from .ngram import NgramLookup, PlainDecoding
-from .own_drafters import check_own, checked_proposer, class_named, is_own, make_own
 from .tree_plan import Planned, TreePlan
 from .with_lookup import WithLookup
 
@@ -59,7 +59,7 @@ def parse_spec(spec: str) -> tuple[str, Settings]:
     name, colon, rest = spec.rpartition(":")
     # A colon may belong to a path: what follows it is settings only if it looks like them. Those
     # of a drafter of another package may be paths.
-    if not colon or "=" not in rest or ("/" in rest and not is_own(name)):
+    if not colon or "=" not in rest or ("/" in rest and not is_class_path(name)):
         return spec, {}
     settings: Settings = {}
     for item in rest.split(","):
@@ -103,7 +103,7 @@ def check_spec(spec: str | Path) -> tuple[str, Settings]:
     first = name.partition(":")[0]
     if first in UNTRAINED and first != name:
         raise UserError(f"drafter {spec}: settings are written key=value, such as {first}:length=8")
-    if not (name in UNTRAINED or Path(name).is_dir() or is_own(name)):
+    if not (name in UNTRAINED or Path(name).is_dir() or is_class_path(name)):
         word = name.lower().replace("_", "-")
         near = (
             [FORMER[word]] if word in FORMER else difflib.get_close_matches(word, UNTRAINED, 1, 0.7)
@@ -133,8 +133,8 @@ def trained_folder(method: str, folder: object) -> str:
 
 
 def is_own_drafter(name: str) -> bool:
-    """Return True for a drafter of another package (`own_drafters`), not a name or folder here."""
-    return name not in UNTRAINED and not Path(name).is_dir() and is_own(name)
+    """Return True for a drafter of another package (`custom_drafters`), not a name or folder here."""
+    return name not in UNTRAINED and not Path(name).is_dir() and is_class_path(name)
 
 
 def refuse_own(spec: str, what: str) -> None:

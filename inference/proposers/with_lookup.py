@@ -85,7 +85,7 @@ class PendingLookup:
 
 
 @dataclass
-class BetterSource(Ngrams):
+class DraftSourceSelector(Ngrams):
     """Text of one row, and which drafts are better at its end.
 
     There is a lookup where the last `shortest` tokens occurred before; its match is what the
@@ -167,7 +167,7 @@ class WithLookup(StaticProposer):
 
         `prior`: tokens of a round of `trained` on held-out texts, if known.
         """
-        new_index = partial(BetterSource, positive("lookup", lookup), prior)
+        new_index = partial(DraftSourceSelector, positive("lookup", lookup), prior)
         self.trained = trained
         self._lookup = LookupProposer(positive("lookup_length", lookup_length), new_index)
         self.name, self.taps = trained.name, trained.taps

@@ -128,12 +128,12 @@ def ratio(p: Tensor, q: Tensor) -> Tensor:
     return torch.where(q > 0, p / q.clamp(min=torch.finfo(q.dtype).tiny), 0.0)
 
 
-def at(probs: Tensor, tokens: Tensor) -> Tensor:
+def gather_probs(probs: Tensor, tokens: Tensor) -> Tensor:
     """Return the entries of `probs` `[..., V]` at `tokens` `[...]`; 0 for NO_NODE."""
     return torch.where(tokens < 0, 0.0, probs.gather(-1, tokens.clamp(min=0)[..., None])[..., 0])
 
 
-def without(q: Tensor, tokens: Tensor) -> Tensor:
+def zero_and_renormalize(q: Tensor, tokens: Tensor) -> Tensor:
     """Return `q` `[B, V]` with the entries at `tokens` `[B]` zeroed, normalised again.
 
     Rows whose token is NO_NODE keep every entry.
@@ -203,10 +203,10 @@ def recursive(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Accepta
         for child in below:
             x = tokens[:, child]
             # the coin of a missing child never accepts: `at` is 0 for it
-            chances[:, child] = ratio(at(left, x), at(drawn, x)).clamp(max=1)
+            chances[:, child] = ratio(gather_probs(left, x), gather_probs(drawn, x)).clamp(max=1)
             # A missing child was not tested, so nothing was rejected and p stays as it is.
             left = torch.where((x < 0)[:, None], left, residual(left, drawn))
-            drawn = without(drawn, x)
+            drawn = zero_and_renormalize(drawn, x)
         probs[:, node] = left
     return AcceptancePlan(chances, probs, partial(select_down, shape))
 
@@ -229,9 +229,9 @@ def traversal(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Accepta
         below = shape.children[node]
         for child in below:
             x = tokens[:, child]
-            weight[child] = (weight[node] * ratio(at(left[node], x), at(drawn[node], x))).clamp(
-                max=1
-            )
+            weight[child] = (
+                weight[node] * ratio(gather_probs(left[node], x), gather_probs(drawn[node], x))
+            ).clamp(max=1)
             visit(child)
             # Coins are asked in the order of the visits, so from here on the child and everything
             # below it have been rejected.
@@ -240,7 +240,7 @@ def traversal(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Accepta
             left[node] = torch.where(missing[:, None], left[node], rest)
             weight[node] = torch.where(missing, weight[node], share_of(mass, weight[node]))
             if child != below[-1]:
-                drawn[node] = without(drawn[node], x)
+                drawn[node] = zero_and_renormalize(drawn[node], x)
         # After all children: a node's own coin is asked when everything below it was rejected.
         order.append(node)
 

@@ -1,7 +1,7 @@
 """Outcome of a round: records of it on the device and on the host, and the transfer in between.
 
 An acceptance rule leaves its `Verdict` on the device. The decode loop needs it on the host too.
-Each transfer makes the host wait, so everything travels in one tensor (`Packed`).
+Each transfer makes the host wait, so everything travels in one tensor (`DeviceOutcome`).
 
 Shapes: B rows of a batch, N tree nodes with the root, A accepted nodes with the root, S positions
 of a text, H hidden size.
@@ -65,7 +65,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Packed:
+class DeviceOutcome:
     """Outcome of a round on the device."""
 
     verdict: Verdict
@@ -80,7 +80,7 @@ class Packed:
     float32 bit patterns in it, so that a single integer tensor holds both."""
 
     @classmethod
-    def of(cls, tree: DraftTree, verdict: Verdict) -> Packed:
+    def of(cls, tree: DraftTree, verdict: Verdict) -> DeviceOutcome:
         """Return the outcome of a verdict on `tree`, without waiting for the device."""
         tables, batch = tree.tables, len(verdict.node)
         rows = torch.arange(batch, device=verdict.node.device)
@@ -159,7 +159,7 @@ class Accepted:
 
     @classmethod
     def of(
-        cls, tree: DraftTree, packed: Packed, hidden: Hidden, outcome: Outcome | None = None
+        cls, tree: DraftTree, packed: DeviceOutcome, hidden: Hidden, outcome: Outcome | None = None
     ) -> Accepted:
         """Return what was accepted of `tree`, whose nodes have the features `hidden` `[B, N, H]`.
 

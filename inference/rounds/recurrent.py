@@ -45,7 +45,7 @@ class Terms:
     strength: Tensor  # [B, G, R, N]: beta of the delta rule, or what values are multiplied by
 
 
-class Added(NamedTuple):
+class PendingUpdates(NamedTuple):
     """Contributions of U undecided nodes to the matrices, if they are accepted."""
 
     keys: Tensor  # [B, G, 1, U, K]
@@ -64,7 +64,7 @@ class RecurrentState:
         """[B, G, R, K, V]; None for a layer that is a convolution alone."""
         self.new_inputs: Tensor | None = None
         """[B, U, C]: inputs of the undecided nodes."""
-        self.added: Added | None = None
+        self.added: PendingUpdates | None = None
 
     def truncate(self, undecided: int) -> None:
         """Keep the first `undecided` undecided nodes, and forget the others."""
@@ -73,7 +73,7 @@ class RecurrentState:
         elif self.new_inputs is not None and self.new_inputs.shape[1] > undecided:
             self.new_inputs = self.new_inputs[:, :undecided]
             if self.added is not None:
-                self.added = Added(*(x[:, :, :, :undecided] for x in self.added))
+                self.added = PendingUpdates(*(x[:, :, :, :undecided] for x in self.added))
 
     def keep(self, index: Tensor) -> None:
         """Drop every batch row of the undecided nodes but those in `index`."""
@@ -81,7 +81,7 @@ class RecurrentState:
             index = index.to(self.new_inputs.device)
             self.new_inputs = self.new_inputs.index_select(0, index)
         if self.added is not None:
-            self.added = Added(*(x.index_select(0, index) for x in self.added))
+            self.added = PendingUpdates(*(x.index_select(0, index) for x in self.added))
 
     def convolve(
         self, new: Tensor, weight: Tensor, places: Pass, bias: Tensor | None = None
@@ -180,12 +180,12 @@ class RecurrentState:
 
 def over_nodes(
     matrix: Tensor,
-    earlier: Added | None,
+    earlier: PendingUpdates | None,
     terms: Terms,
     delta: bool,
     see: Tensor,
     goes_on: Tensor | None = None,
-) -> tuple[Tensor, Added]:
+) -> tuple[Tensor, PendingUpdates]:
     """Return what N nodes read, `[B, G, R, N, V]`, and what all undecided nodes would add.
 
     `matrix` `[B, G, R, K, V]` is the committed state, `earlier` the nodes before these. `see`
@@ -220,7 +220,7 @@ def over_nodes(
     corrections = new if earlier is None else torch.cat([earlier.corrections, new], 3)
     read = (terms.queries * decayed) @ matrix
     read = read + _pairs(terms.queries, keys, decay) @ corrections
-    return read, Added(keys, corrections, decays, sums)
+    return read, PendingUpdates(keys, corrections, decays, sums)
 
 
 def _decay_between(own: Tensor, sums: Tensor, see: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ def _pairs(left: Tensor, keys: Tensor, decay: Tensor) -> Tensor:
     return (left[..., :, None, :] * keys[..., None, :, :] * decay).sum(-1)
 
 
-def _after(matrix: Tensor, added: Added, counted: Tensor | None = None) -> Tensor:
+def _after(matrix: Tensor, added: PendingUpdates, counted: Tensor | None = None) -> Tensor:
     """Return the matrix after all nodes of a chain, of which `counted` `[B, U]` bool add to it."""
     end = added.sums[:, :, :, -1:]
     rest = end - added.sums

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...heads.errors import UserError, first_line
-from ...heads.pretrained import clear_errors
+from ...heads.pretrained import as_user_errors
 from ...heads.vocabulary import spread_ids
 from .causal_model import relative_error
 from .target_files import ADAPTER_WEIGHTS
@@ -50,7 +50,7 @@ def _config_of(adapter: str) -> Any:
             f"adapter {adapter} has no {ADAPTER_WEIGHTS}; save it again: pickled weights can run "
             "code"
         )
-    with clear_errors(adapter, "adapter"):
+    with as_user_errors(adapter, "adapter"):
         try:
             found = peft.PeftConfig.from_pretrained(adapter)
         except KeyError as error:  # of the table of kinds
@@ -92,7 +92,7 @@ def _merged(model: Any, adapter: str, config: Any) -> nn.Module:
     shared = model.get_input_embeddings().weight
     tied = shared is getattr(model.get_output_embeddings(), "weight", None)
     ids = _trial_ids(model, config)
-    with clear_errors(adapter, "adapter"):
+    with as_user_errors(adapter, "adapter"):
         tuned: Any = PeftModel.from_pretrained(model, adapter, config=config)
         # Read once more into what is there already: this says which tensors were found.
         names = tuned.load_adapter(adapter, "default")

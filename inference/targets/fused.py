@@ -81,7 +81,7 @@ class FusedDecoder:
         rotary = cosines[:, :, None], sines[:, :, None]
         step: TorchStep | KernelStep
         if places.depths is not None and self.takes(ids):
-            seen = {kind: Seen(places, self._windows[kind]) for kind in set(self._kinds)}
+            seen = {kind: SlotVisibility(places, self._windows[kind]) for kind in set(self._kinds)}
             step = KernelStep(rotary, window.cache, [seen[kind] for kind in self._kinds])
         else:
             attends = {}
@@ -145,7 +145,7 @@ class KernelStep:
     """A layer by the kernels, for the nodes of a tree; calls are those of `TorchStep`."""
 
     def __init__(
-        self, rotary: tuple[Tensor, Tensor], cache: TreeCache, seen: Sequence[Seen]
+        self, rotary: tuple[Tensor, Tensor], cache: TreeCache, seen: Sequence[SlotVisibility]
     ) -> None:
         self._rotary, self._cache, self._seen = rotary, cache, seen
 
@@ -182,7 +182,7 @@ class KernelStep:
         )
 
 
-class Seen:
+class SlotVisibility:
     """Slots that the nodes of a tree see."""
 
     def __init__(self, tree: Pass, window: int | None) -> None:
@@ -195,7 +195,7 @@ class Seen:
         self.visible = visible.contiguous()
 
 
-class Joined(nn.Module):
+class ConcatLinear(nn.Module):
     """Linear layers of one input that keep their own matrices: their outputs, end to end."""
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
@@ -294,7 +294,7 @@ def join(parts: list[nn.Linear], move: bool) -> nn.Module:
     """
     biases = [part.bias is not None for part in parts]
     if not move or any(biases) != all(biases):
-        return Joined(parts)
+        return ConcatLinear(parts)
     with torch.device("meta"):
         rows = sum(part.out_features for part in parts)
         joint = nn.Linear(parts[0].in_features, rows, bias=all(biases))

@@ -130,15 +130,15 @@ class Spans:
     def __init__(self, rows: list[list[tuple[int, int]]]) -> None:
         """`rows` has begin and end of each document of each row."""
         self.rows = rows
-        self._calls: dict[torch.device, Calls] = {}
+        self._calls: dict[torch.device, AttentionCalls] = {}
 
-    def calls(self, device: torch.device) -> Calls:
+    def calls(self, device: torch.device) -> AttentionCalls:
         """Return the calls of attention on `device`."""
         if device not in self._calls:
             self._calls[device] = self._made(device)
         return self._calls[device]
 
-    def _made(self, device: torch.device) -> Calls:
+    def _made(self, device: torch.device) -> AttentionCalls:
         length = self.rows[0][-1][1]
         alone: list[tuple[int, int, int]] = []
         short: dict[int, list[tuple[int, int]]] = {}
@@ -152,16 +152,16 @@ class Spans:
                     of_length.append((row * length + start, row * length + end))
         if sum(map(len, short.values())) < FEWEST:
             every = [(row, *span) for row, spans in enumerate(self.rows) for span in spans]
-            return Calls(every, [], None)
+            return AttentionCalls(every, [], None)
         shared = [tables_of(spans) for spans in short.values()]
         places = [row * length + np.arange(start, end) for row, start, end in alone]
         places += [index.flatten()[real] for index, real in shared]
         order = _sent(np.concatenate(places).argsort(), device)
         there = [(_sent(index, device), _sent(real, device)) for index, real in shared]
-        return Calls(alone, there, order)
+        return AttentionCalls(alone, there, order)
 
 
-class Calls(NamedTuple):
+class AttentionCalls(NamedTuple):
     """Calls of attention that take the documents of packed rows."""
 
     alone: list[tuple[int, int, int]]

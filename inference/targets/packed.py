@@ -36,7 +36,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._packed = _packed(linear.weight)
-        self._least = least_rows(self.dtype)
+        self._least = min_padded_rows(self.dtype)
         self._bias = None if linear.bias is None else linear.bias.detach()
         self._number = next(_NUMBERS)
         _LAYERS[self._number] = self
@@ -141,7 +141,7 @@ def pays_to_pack(linears: Sequence[nn.Linear]) -> bool:
 
 
 @cache
-def least_rows(dtype: torch.dtype) -> int:
+def min_padded_rows(dtype: torch.dtype) -> int:
     """Return to how many rows inputs of fewer are extended by zeros.
 
     On AMD's processors oneDNN's products of one to three rows over packed float32 matrices take 1.3

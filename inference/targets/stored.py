@@ -30,11 +30,11 @@ from ...heads.documents import Document, FileFacts, Tap, demand, read_document
 from ...heads.errors import UserError
 from ...heads.files import JsonObject, differs
 from ...heads.fingerprint import Fingerprint, hash_of
-from ...heads.pretrained import clear_errors, make_causal_lm, read_config, read_tokenizer
+from ...heads.pretrained import as_user_errors, make_causal_lm, read_config, read_tokenizer
 from ..rounds.outcome import Hidden
 from .model_head import ModelHead
 from .target import TargetSource, resolve_device, resolve_dtype
-from .target_files import check_there
+from .target_files import check_target_exists
 
 MANIFEST = "manifest.json"
 EMBEDDING_AND_HEAD_FILE = "ends.safetensors"
@@ -246,7 +246,7 @@ def embedding_and_head_in(
     `kind` is the class of what is returned. `dtype` "auto" takes the stored one on a GPU. Raises
     `UserError` for a model without safetensors files.
     """
-    check_there(path)
+    check_target_exists(path)
     folder = Path(path) if Path(path).is_dir() else Path(snapshot_download(path))
     names, read = tensors_in(folder)
     if not names:
@@ -257,7 +257,7 @@ def embedding_and_head_in(
     if not isinstance(weights_dtype, torch.dtype):  # "auto"
         stored = (tensor for tensor in map(read, names) if tensor is not None)
         weights_dtype = next(tensor.dtype for tensor in stored if tensor.is_floating_point())
-    with clear_errors(path):
+    with as_user_errors(path):
         model = model_of_embedding_and_head(folder, device, weights_dtype, read)
         tokenizer = read_tokenizer(folder)
     digest = hash_of([name for name, _ in model.named_parameters()], read)

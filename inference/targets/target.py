@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ...heads.errors import UserError
 from ...heads.fingerprint import Fingerprint, weights_hash
 from ...heads.layout import EmbeddingAndHead
-from ...heads.pretrained import clear_errors
+from ...heads.pretrained import as_user_errors
 from ...heads.vocabulary import spread_ids
 from ..base.settings import TargetConfig, check_dtype
 from ..rounds.device import prepare
@@ -154,7 +154,7 @@ def load_target(config: TargetConfig) -> Target:
     if whole:
         model: Any = read_model(path, options)
     else:
-        with clear_errors(path):
+        with as_user_errors(path):
             model, digest = load_spread(config.spread, path, device, options)
     if adapter is not None:
         model = merge_adapter(model, adapter)

@@ -21,7 +21,7 @@ from ...heads.errors import UserError, first_line
 from ...heads.exchange.hub import hub_remedy
 from ...heads.files import read_json
 from ...heads.layout import dtype_name
-from ...heads.pretrained import clear_errors
+from ...heads.pretrained import as_user_errors
 from ...heads.stored_tensors import header
 from ..base.settings import Sampling, TargetConfig
 
@@ -35,7 +35,7 @@ A_FOLDER = (
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def check_there(path: str) -> None:
+def check_target_exists(path: str) -> None:
     """Raise `UserError` unless `path` is a model folder, or a name that the hub or its cache knows.
 
     The loaders of transformers would find that out as well, but after a minute of retries.
@@ -96,7 +96,7 @@ def read_model(path: str, options: dict[str, Any]) -> nn.Module:
     the model, have it in another shape, or hold decoder layers that the model does not have.
     transformers itself would warn of missing tensors and fill them with random numbers.
     """
-    with clear_errors(path):
+    with as_user_errors(path):
         model, info = pretrained.read_causal_lm(path, output_loading_info=True, **options)
     for what, names in (
         ("lack", info["missing_keys"]),
@@ -124,13 +124,13 @@ def read_model(path: str, options: dict[str, Any]) -> nn.Module:
 
 def check_config(path: str, trust_remote_code: bool) -> None:
     """Raise `UserError` for an unreadable config.json, for which a tokenizer would be blamed."""
-    with clear_errors(path):
+    with as_user_errors(path):
         pretrained.read_config(path, trust_remote_code)
 
 
 def read_tokenizer(path: str, trust_remote_code: bool) -> Any:
     """Load the tokenizer of a target. Raises `UserError` if there is none that can be read."""
-    with clear_errors(
+    with as_user_errors(
         path,
         "the tokenizer of target",
         "copy its tokenizer files (tokenizer.json) from the published model",
@@ -144,7 +144,7 @@ def base_and_adapter(config: TargetConfig) -> tuple[str, str | None]:
     `config.path` may be an adapter's folder; its own config then names the model. Raises
     `UserError`.
     """
-    check_there(config.path)
+    check_target_exists(config.path)
     adapter_config = Path(config.path, ADAPTER_CONFIG)
     if config.adapter is not None or not adapter_config.is_file():
         return config.path, config.adapter
@@ -164,7 +164,7 @@ def base_and_adapter(config: TargetConfig) -> tuple[str, str | None]:
             f"{adapter_config} names {base}, a folder outside of its own; if that is the model, "
             "give it as --target, and the adapter as --target.adapter"
         )
-    check_there(base)
+    check_target_exists(base)
     return base, config.path
 
 

@@ -28,7 +28,7 @@ import torch
 
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange.engines.engine import ExportRequest
-from draftsmith.heads.exchange.exporter import export, load_alone
+from draftsmith.heads.exchange.exporter import export, load_without_target
 from draftsmith.inference.base.settings import GREEDY, TargetConfig
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import Generation, generate_one
@@ -190,7 +190,7 @@ def exported(
     dtype: torch.dtype = torch.float32,
 ) -> str:
     """Write the export in `dtype` and return the commands that serve it."""
-    artifact = load_alone(options.drafter)
+    artifact = load_without_target(options.drafter)
     order = ExportRequest(
         options.engine, str(out), str(Path(options.target).resolve()), options.drafts, dtype
     )

@@ -12,7 +12,7 @@ from draftsmith.command_line.fields import options_of_class
 from draftsmith.command_line.help_text import (
     explanation_of,
     help_page,
-    pairs_together,
+    unbroken_pairs,
     usage_of,
     wrapped,
 )
@@ -48,7 +48,7 @@ def test_help_page_fits_width_without_splitting_code_or_options(
 
 def test_an_option_stays_with_its_value() -> None:
     command = "draftsmith generate --prompt 'def add(a, b):' --compare --prompts - --seed 5"
-    assert wrapped(pairs_together(command), 31, "", "  ", " \\") == [
+    assert wrapped(unbroken_pairs(command), 31, "", "  ", " \\") == [
         "draftsmith generate \\",
         "  --prompt 'def add(a, b):' \\",
         "  --compare --prompts - \\",

@@ -246,7 +246,9 @@ def block(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> AcceptanceP
     last, weights = shape.nodes - 1, [torch.ones_like(p[:, 0, 0])]
     for i in range(1, shape.nodes):
         x = tokens[:, i]
-        ratio = verifiers.ratio(verifiers.at(p[:, i - 1], x), verifiers.at(q[:, i - 1], x))
+        ratio = verifiers.ratio(
+            verifiers.gather_probs(p[:, i - 1], x), verifiers.gather_probs(q[:, i - 1], x)
+        )
         weights.append((weights[-1] * ratio).clamp(max=1))
     weight = torch.stack(weights, dim=1)
     chances, probs = weight.clone(), p.clone()
@@ -528,17 +530,17 @@ def rejection_draws_from_p(
 
 
 def draft_law_not_reduced(models: ToyModels) -> tuple[Tensor, float]:
-    real = verifiers.without
-    verifiers.without = lambda q, tokens: q
+    real = verifiers.zero_and_renormalize
+    verifiers.zero_and_renormalize = lambda q, tokens: q
     try:
         return enumerate_plan(TREE, list(sampled_trees(TREE, models.q)), models, recursive)
     finally:
-        verifiers.without = real
+        verifiers.zero_and_renormalize = real
 
 
 def with_replacement(models: ToyModels, drop_duplicates: bool) -> tuple[Tensor, float]:
-    real = verifiers.without
-    verifiers.without = lambda q, tokens: q
+    real = verifiers.zero_and_renormalize
+    verifiers.zero_and_renormalize = lambda q, tokens: q
     pair = wide_tree((2,))
     drafts = [
         (chance, [0, a, NO_NODE if drop_duplicates and a == b else b])
@@ -547,7 +549,7 @@ def with_replacement(models: ToyModels, drop_duplicates: bool) -> tuple[Tensor, 
     try:
         return enumerate_plan(pair, drafts, models, recursive)
     finally:
-        verifiers.without = real
+        verifiers.zero_and_renormalize = real
 
 
 def block_with_the_token_level_residual(models: ToyModels) -> tuple[Tensor, float]:

@@ -29,7 +29,7 @@ from draftsmith.inference import decode, recorded
 from draftsmith.inference.base.settings import Sampling
 from draftsmith.inference.proposers import cached
 from draftsmith.inference.rounds import attention, outcome
-from draftsmith.inference.rounds.outcome import Outcome, Packed
+from draftsmith.inference.rounds.outcome import DeviceOutcome, Outcome
 from draftsmith.inference.targets import fused
 from draftsmith.inference.targets.target import Target
 from tests.helpers.architectures import architecture, proposers
@@ -136,7 +136,7 @@ def rounds(
         reads["pinned"] += watch.on
         return tensor
 
-    def unpack(packed: Packed, values: Any) -> Outcome:
+    def unpack(packed: DeviceOutcome, values: Any) -> Outcome:
         """Every row has accepted the first nodes of one path."""
         rows, levels = packed.counts.shape[0], packed.path.shape[1] - 1
         count = min(ACCEPTED, levels + 1)
@@ -165,7 +165,7 @@ def rounds(
 
     with (
         patch.object(decode._RunningBatch, "rounds", watched),
-        patch.object(Packed, "_unpacked", unpack),
+        patch.object(DeviceOutcome, "_unpacked", unpack),
         patch.object(outcome, "read_later", lambda tensor: tensor.tolist),
         patch.object(recorded, "recorder_for", lambda device: Again),
         patch.object(decode, "Clock", NoClock),

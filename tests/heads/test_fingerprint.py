@@ -17,7 +17,7 @@ from draftsmith.heads.fingerprint import (
     LARGEST_EXACT,
     changed_numbers,
     hash_of,
-    numbers_of,
+    output_settings,
     sampled_places,
 )
 from draftsmith.inference.base.settings import TargetConfig
@@ -118,21 +118,21 @@ ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
     ],
 )
 def test_each_number_that_changes_the_output_is_noticed(kind: Any, name: str, value: Any) -> None:
-    before = numbers_of(kind())
+    before = output_settings(kind())
     assert not changed_numbers(before, json.loads(json.dumps(before))), "as a drafter stores them"
-    now = numbers_of(kind(**{name: value}))
+    now = output_settings(kind(**{name: value}))
     assert name in changed_numbers(before, now)
 
 
 def test_fingerprint_ignores_values_that_do_not_affect_output() -> None:
-    before = numbers_of(LlamaConfig())
+    before = output_settings(LlamaConfig())
     more = LlamaConfig(
         initializer_range=0.5, attention_dropout=0.5, use_cache=False, max_position_embeddings=4096
     )
-    assert numbers_of(more) == before
-    assert "max_position_embeddings" not in numbers_of(LlamaConfig(rope_parameters=ROPE))
+    assert output_settings(more) == before
+    assert "max_position_embeddings" not in output_settings(LlamaConfig(rope_parameters=ROPE))
     dynamic = {**ROPE, "rope_type": "dynamic"}
-    assert "max_position_embeddings" in numbers_of(LlamaConfig(rope_parameters=dynamic))
+    assert "max_position_embeddings" in output_settings(LlamaConfig(rope_parameters=dynamic))
 
 
 class Written:
@@ -147,8 +147,8 @@ class Written:
 
 def test_versions_of_transformers_may_write_the_same_in_other_ways() -> None:
     """Whole numbers for floats, tuples for lists, a new key."""
-    before = numbers_of(Written(rope_parameters={**ROPE, "factor": 2}, windows=(1, 2)))
-    now = numbers_of(
+    before = output_settings(Written(rope_parameters={**ROPE, "factor": 2}, windows=(1, 2)))
+    now = output_settings(
         Written(
             rope_parameters={**ROPE, "factor": 2.0}, windows=[1, 2], residual_multiplier=1.0,
             _window=3,
@@ -156,7 +156,7 @@ def test_versions_of_transformers_may_write_the_same_in_other_ways() -> None:
     )  # fmt: skip
     assert not changed_numbers(before, now) and "_window" not in now
     kinds = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 1e6}}
-    assert numbers_of(Written(rope_parameters=kinds)) == {
+    assert output_settings(Written(rope_parameters=kinds)) == {
         "rope_parameters.full_attention.rope_theta": 1e6,
         "rope_parameters.sliding_attention.rope_theta": 1e4,
     }
@@ -166,11 +166,11 @@ def test_versions_of_transformers_may_write_the_same_in_other_ways() -> None:
 def test_a_rotary_parameter_that_is_added_or_taken_away_is_noticed(
     before: dict[str, float], now: dict[str, float]
 ) -> None:
-    tables = [numbers_of(Written(rope_parameters=ROPE | more)) for more in (before, now)]
+    tables = [output_settings(Written(rope_parameters=ROPE | more)) for more in (before, now)]
     (name, value), *_ = [*before.items(), *now.items()]
     was, found = (value, "not set") if before else ("not set", value)
     assert changed_numbers(*tables) == f"rope_parameters.{name} was {was}, is {found}"
-    plain = numbers_of(Written(rope_parameters={"rope_theta": 1e6}))
+    plain = output_settings(Written(rope_parameters={"rope_theta": 1e6}))
     assert not changed_numbers(plain, plain | {"rope_parameters.rope_type": "default"})
     assert "rope_type was not set, is yarn" in changed_numbers(plain, tables[0])
 

@@ -19,7 +19,9 @@ def token_level(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Accep
     probs, chances = p.clone(), torch.ones_like(p[..., 0])
     for i in range(1, shape.nodes):
         x, of_target, of_drafter = tokens[:, i], p[:, i - 1], q[:, i - 1]
-        ratio = verifiers.ratio(verifiers.at(of_target, x), verifiers.at(of_drafter, x))
+        ratio = verifiers.ratio(
+            verifiers.gather_probs(of_target, x), verifiers.gather_probs(of_drafter, x)
+        )
         chances[:, i] = ratio.clamp(max=1)
         probs[:, i - 1] = verifiers.residual(of_target, of_drafter)
     return AcceptancePlan(chances, probs, partial(verifiers.select_down, shape))

@@ -22,7 +22,7 @@ import torch
 
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.exchange.engines.engine import ExportRequest
-from draftsmith.heads.exchange.exporter import export, load_alone
+from draftsmith.heads.exchange.exporter import export, load_without_target
 from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.targets.target import Target, load_target
@@ -268,7 +268,7 @@ def test_drafter_of_yours_is_accepted_as_counted(
 ) -> None:
     """Such as the one that the quickstart has just trained, on the prompts that its training held
     out."""
-    artifact, file = load_alone(os.environ["DRAFTER"]), Path(os.environ["PROMPTS"])
+    artifact, file = load_without_target(os.environ["DRAFTER"]), Path(os.environ["PROMPTS"])
     ids = [
         prompt.token_ids for prompt in read_prompts(file, target.tokenizer, target.name, PROMPTS)
     ]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from draftsmith.command_line.parse import parse
 from draftsmith.heads.errors import UserError
-from draftsmith.train.config import Division, divided, interval
+from draftsmith.train.config import RankShare, divided, interval
 from draftsmith.train.data.config import Evaluation
 from draftsmith.train.methods.medusa.method import MedusaRun
 
@@ -36,7 +36,7 @@ def run(rows: int, most: int) -> Any:
 def test_step_division_matches_hand_computed_values(
     rows: int, most: int, ranks: int, found: tuple[int, int]
 ) -> None:
-    assert divided(run(rows, most), ranks) == Division(*found)
+    assert divided(run(rows, most), ranks) == RankShare(*found)
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ class RowWriter:
         Raises `UserError` if the rows of a file there were written otherwise.
         """
         for path, written in self._written.items():
-            refuse_other(path, written, more)
+            check_same_provenance(path, written, more)
         self._provenance |= more
 
     def put(self, task: ReplyTask, exact: bool = True) -> None:
@@ -249,7 +249,7 @@ def repair(out: Path, ours: bool = False) -> EarlierRows:
     return found
 
 
-def refuse_other(
+def check_same_provenance(
     out: Path, written: JsonObject | None, facts: JsonObject, by_weights: bool = False
 ) -> None:
     """Raise `UserError` if `facts` differ from those that the rows in `out` were `written` with.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...heads.artifact import Artifact
 from ...heads.errors import UserError
-from ...heads.exchange.exporter import load_alone
+from ...heads.exchange.exporter import load_without_target
 from ...heads.vocabulary import most_frequent
 from ...inference.targets.target import TargetSource
 from ..data.batches import Batches
@@ -86,7 +86,7 @@ def apply_init_from(run: Any) -> None:
     if run.init_from is None or not hasattr(run, "heads"):
         return
     options = type(run.heads)
-    stored = load_alone(run.init_from).drafter.chosen(options)
+    stored = load_without_target(run.init_from).drafter.chosen(options)
     defaults = asdict(options())
     for name, value in asdict(run.heads).items():
         # An option given as its default cannot be distinguished from one that was left out.

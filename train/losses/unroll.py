@@ -184,7 +184,7 @@ def unroll(
     device = last.device
     attention = UnrolledAttention(batch, device, backend)
     # What a token adds to the layer is the same at every step; it is only read further along.
-    token_parts = Ahead.apply(drafter.token_part(send(batch.ids, device)), steps)
+    token_parts = ShiftAhead.apply(drafter.token_part(send(batch.ids, device)), steps)
     positions = send(batch.positions, device)
     state = drafter.fuse(taps, last)
 
@@ -226,7 +226,7 @@ def unroll(
     return outputs
 
 
-class Ahead(torch.autograd.Function):
+class ShiftAhead(torch.autograd.Function):
     """`apply(x, steps)` returns `x` `[B, S, H]` read 1, 2, .. `steps` places further along.
 
     The rows 0 1 2 3 become 1 2 3 - and 2 3 - -, with zeros past the end. All are views of one

@@ -50,7 +50,7 @@ def method_named(name: str | type[AnyMethod]) -> AnyMethod:
 def _own_method(given: str | type[AnyMethod]) -> AnyMethod:
     """Return a method of another package, by its class or as `module:Class`."""
     from ...heads.artifact import own_method
-    from ...inference.proposers.own_drafters import class_named
+    from ...inference.proposers.custom_drafters import class_named
 
     made: Any = class_named(given) if isinstance(given, str) else given
     name = given if isinstance(given, str) else f"{given.__module__}:{given.__name__}"

@@ -159,7 +159,7 @@ drafts as in the engine. Raises `UserError` for settings that do not fit it."""
 
 
 @dataclass(frozen=True)
-class Like:
+class EngineEmulation:
     """Speculation of an engine, for `draftsmith evaluate --like`."""
 
     settings: Settings
@@ -287,7 +287,7 @@ class ServingEngine:
     """True if it decodes in the user's own process, and nothing is served."""
     card_tags: tuple[str, ...] = ()
     """Tags of an export's card, by which the hub finds it."""
-    like: Like | None = None
+    like: EngineEmulation | None = None
     """None if `--like` does not imitate it."""
     server: ServerProtocol | None = None
     """None if `--server` does not measure it."""

@@ -13,8 +13,8 @@ from . import limits
 from .engine import (
     Count,
     CounterNames,
+    EngineEmulation,
     ExportRequest,
-    Like,
     Recipe,
     Remark,
     ServerFacts,
@@ -171,7 +171,7 @@ ENGINE = ServingEngine(
             partial(_serve, "draft-simple"), (CONVERTER, TARGET_TYPE, limits.OTHER_VOCABULARY)
         ),
     },
-    like=Like(
+    like=EngineEmulation(
         {"drafts": 3},  # draft n-max
         dict.fromkeys(("eagle3", "mtp", "draft_model"), chain)
         | dict.fromkeys(("dflash", "dspark"), block)

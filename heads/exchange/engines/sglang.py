@@ -14,10 +14,10 @@ from ...errors import UserError
 from . import limits
 from .engine import (
     Count,
+    EngineEmulation,
     ExportRequest,
     FileLayout,
     Files,
-    Like,
     NativeFiles,
     Recipe,
     Remark,
@@ -245,7 +245,7 @@ ENGINE = ServingEngine(
             partial(_serve, "STANDALONE"), (limits.READ_ONLY, limits.OTHER_VOCABULARY)
         ),
     },
-    like=Like(
+    like=EngineEmulation(
         # speculative-num-steps, -eagle-topk and -num-draft-tokens; None is SGLang's own default,
         # which depends on the drafter.
         {"steps": None, "topk": None, "tokens": None},

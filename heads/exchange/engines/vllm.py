@@ -14,8 +14,8 @@ from . import limits
 from .engine import (
     Count,
     CounterNames,
+    EngineEmulation,
     ExportRequest,
-    Like,
     Recipe,
     Remark,
     ServerFacts,
@@ -161,7 +161,7 @@ ENGINE = ServingEngine(
             (limits.MEDUSA_VOCABULARY, OWN_HEADS),
         ),
     },
-    like=Like(
+    like=EngineEmulation(
         # num_speculative_tokens (for which vLLM itself has no default), draft_sample_method and
         # rejection_sample_method.
         {"drafts": 3, "draws": "greedy", "verify": "standard"},

@@ -12,7 +12,7 @@ import msgspec
 
 from ....heads.errors import UserError
 from ....heads.files import JsonObject
-from ..compare import ALL, Change, Comparison, cells_of, compared, outcome, own_drafters
+from ..compare import ALL, Change, Comparison, cells_of, compared, non_baseline_drafters, outcome
 from ..figure_text import interval_text
 from ..results import Report, SettingFigures
 from ..tables import UNNAMED, FigureTable, table_of
@@ -75,11 +75,11 @@ def _compared_by_drafter(entries: Sequence[NamedReport]) -> Drafters:
     """Return the drafters that all reports have, by name, or by method where names differ."""
     paths, reports = [path for path, _ in entries], [report for _, report in entries]
     found: Drafters = {}
-    for name in own_drafters(reports[0]):
+    for name in non_baseline_drafters(reports[0]):
         label, names = name, [name] * len(reports)
-        if not all(name in own_drafters(report) for report in reports):
+        if not all(name in non_baseline_drafters(report) for report in reports):
             label = _kind(reports[0], name)
-            alike = [[n for n in own_drafters(r) if _kind(r, n) == label] for r in reports]
+            alike = [[n for n in non_baseline_drafters(r) if _kind(r, n) == label] for r in reports]
             if any(len(names_of_one) != 1 for names_of_one in alike):
                 continue
             names = [names_of_one[0] for names_of_one in alike]

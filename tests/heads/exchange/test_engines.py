@@ -9,7 +9,7 @@ import pytest
 
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange.engines import ENGINES, TITLES, limits, recipe_for
-from draftsmith.heads.exchange.engines.engine import Like, Recipe, ServingEngine, chain
+from draftsmith.heads.exchange.engines.engine import EngineEmulation, Recipe, ServingEngine, chain
 from draftsmith.heads.exchange.exporter import export
 from draftsmith.inference.evaluation import engines
 from tests.helpers.random_artifacts import also_read_by, eagle, heads, order
@@ -24,7 +24,7 @@ TOY = ServingEngine(
             limits=(limits.FC_BIAS,),
         )
     },
-    like=Like({"drafts": 2}, {"eagle3": chain}),
+    like=EngineEmulation({"drafts": 2}, {"eagle3": chain}),
 )
 
 

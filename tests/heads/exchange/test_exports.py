@@ -21,7 +21,7 @@ from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange import exporter
 from draftsmith.heads.exchange.engines import ENGINES, EngineName, recipe_for
 from draftsmith.heads.exchange.engines.engine import DrafterFacts
-from draftsmith.heads.exchange.exporter import export, files_for, load_alone
+from draftsmith.heads.exchange.exporter import export, files_for, load_without_target
 from draftsmith.heads.exchange.foreign import Answers
 from draftsmith.heads.exchange.public import read_public
 from draftsmith.heads.layout import usual_scale
@@ -185,7 +185,7 @@ def test_an_embedding_that_scales_is_not_for_eagle1(
     target = architecture(family, dtype=torch.float32)
     drafter = Artifact(random_eagle(target, "eagle1"), target.fingerprint())
     drafter.save(tmp_path / "drafter")
-    alone = load_alone(tmp_path / "drafter")
+    alone = load_without_target(tmp_path / "drafter")
     assert alone.drafter.embedding_and_head.scale == target.embedding_and_head.scale
     for artifact in (drafter, alone):
         if refused:
@@ -193,7 +193,7 @@ def test_an_embedding_that_scales_is_not_for_eagle1(
                 recipe_for("vllm", artifact)
         else:
             assert recipe_for("vllm", artifact)
-    scale = load_alone(tmp_path / "drafter").drafter.embedding_and_head.scale
+    scale = load_without_target(tmp_path / "drafter").drafter.embedding_and_head.scale
     assert scale == pytest.approx(target.embedding_and_head.scale)
     eagle3 = replace(eagle("eagle3"), fingerprint=drafter.fingerprint)
     assert "vllm" in also_read_by("trtllm", eagle3)
@@ -338,10 +338,10 @@ def test_configs_hold_what_loaders_trip_over(tmp_path: Path) -> None:
 
 
 def test_a_draft_model_is_an_ordinary_one(tmp_path: Path) -> None:
-    artifact = load_alone(ROOT / "scripts/quickstart/drafters/distill")
+    artifact = load_without_target(ROOT / "scripts/quickstart/drafters/distill")
     assert artifact.drafter.kind == "draft_model"
     export(artifact, order("vllm", tmp_path / "draft", torch.float32))
-    again = load_alone(tmp_path / "draft")
+    again = load_without_target(tmp_path / "draft")
     assert all(
         torch.equal(a.float(), b)
         for a, b in zip(artifact.drafter.parameters(), again.drafter.parameters(), strict=True)
@@ -354,7 +354,7 @@ def test_a_draft_model_of_another_vocabulary_gets_the_targets(
     size: int, tied: bool, tmp_path: Path
 ) -> None:
     """Rows that are no tokens are cut off; missing ones are never the most probable."""
-    artifact = load_alone(ROOT / "scripts/quickstart/drafters/distill")
+    artifact = load_without_target(ROOT / "scripts/quickstart/drafters/distill")
     # A target of `size` rows whose tokenizer has fewer tokens than either.
     own = artifact.drafter
     tokens = {token: i for token, i in own.tokenizer.get_vocab().items() if i < 2000}
@@ -381,7 +381,7 @@ def notes_of(engine: str, drafter: Any, size: int) -> list[str]:
 
 
 def test_a_tokenizer_with_more_tokens_than_the_target_has_rows_is_refused() -> None:
-    artifact = load_alone(ROOT / "scripts/quickstart/drafters/distill")
+    artifact = load_without_target(ROOT / "scripts/quickstart/drafters/distill")
     with pytest.raises(UserError, match="ids up to 2047, and the target has rows for 1000"):
         artifact.drafter.for_export(1000)
 
@@ -389,14 +389,14 @@ def test_a_tokenizer_with_more_tokens_than_the_target_has_rows_is_refused() -> N
 def test_a_drafter_without_its_target_is_the_same(tmp_path: Path) -> None:
     artifact = eagle("eagle3.1")
     artifact.save(tmp_path / "drafter")
-    alone = load_alone(tmp_path / "drafter")
+    alone = load_without_target(tmp_path / "drafter")
     assert all(
         torch.equal(t, alone.drafter.state_dict()[name])
         for name, t in artifact.drafter.state_dict().items()
     )
     for folder, says in ((QUICKSTART, "was not made here"), (tmp_path, "is not a drafter")):
         with pytest.raises(UserError, match=says):
-            load_alone(folder)
+            load_without_target(folder)
 
 
 def test_nan_or_float16_overflow_in_weights_is_refused(tmp_path: Path) -> None:

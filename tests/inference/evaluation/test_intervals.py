@@ -13,7 +13,7 @@ import pytest
 from draftsmith.inference.evaluation.compare import compared
 from draftsmith.inference.evaluation.figures import _ratio
 from draftsmith.inference.evaluation.intervals import (
-    effective,
+    effective_sample_size,
     interval,
     pooled,
     student_t,
@@ -67,7 +67,11 @@ def test_jackknife_interval_matches_hand_computed_values() -> None:
     expected = 42 / 20 * math.exp(-reach), 42 / 20 * math.exp(reach)
     assert interval(units, truediv) == pytest.approx(expected)
     shares = numpy.mean([numpy.array(unit) / (42, 20) for unit in units], axis=1)
-    assert effective(units) == pytest.approx(1 / (shares**2).sum()) == pytest.approx(4.2, abs=0.01)
+    assert (
+        effective_sample_size(units)
+        == pytest.approx(1 / (shares**2).sum())
+        == pytest.approx(4.2, abs=0.01)
+    )
     wide = interval(units, truediv, 0.9999)
     assert wide[0] < expected[0] and wide[1] > expected[1]
     assert tau_interval([[9, 0, 0, 0], [4, 0, 0, 0], [6, 0], [16] + [0] * 6, [7, 0, 0]]) == (

@@ -9,7 +9,7 @@ from draftsmith.inference.proposers.with_lookup import (
     LONGEST_MATCH,
     PRIOR_ROUNDS,
     WINDOW_ROUNDS,
-    BetterSource,
+    DraftSourceSelector,
     PendingLookup,
     RunningMean,
     prior_of_lookups,
@@ -32,7 +32,7 @@ def test_running_mean_matches_hand_computed_values() -> None:
 
 def test_nothing_is_known_of_a_drafter_before_its_first_round() -> None:
     """A lookup never replaces the first tree, and that tree's tokens are all that is known."""
-    source = BetterSource(1)
+    source = DraftSourceSelector(1)
     source.extend([1, 2, 1, 2, 1, 2, 1, 2])
     assert not source.guess(3)
     source.extend([1, 2])
@@ -44,7 +44,7 @@ def test_priors_come_from_held_out_tau_and_match_length() -> None:
     assert [mean.value for mean in prior_of_lookups()] == [1.5, 2, 3, 5, 9]
     text = [1, 2, 3, 4, 9, 1, 2, 3, 4]
     for prior, used in ((2.5, True), (2.7, False)):
-        source = BetterSource(1, prior)
+        source = DraftSourceSelector(1, prior)
         source.extend(text)
         assert source.trees == RunningMean(prior, PRIOR_ROUNDS)
         assert bool(source.guess(3)) == used
@@ -60,7 +60,7 @@ def test_open_chain_counts_correct_tokens_until_a_mismatch() -> None:
 
 def test_lookup_match_has_expected_chain_and_kind() -> None:
     """The text ends with 1 2 3, which is near its beginning too; the token before differs."""
-    source = BetterSource(2)
+    source = DraftSourceSelector(2)
     source.extend([9, 1, 2, 3, 4, 5, 8, 1, 2, 3])
     source.guess(4)
     (chain,) = source._pending
@@ -70,7 +70,7 @@ def test_lookup_match_has_expected_chain_and_kind() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=3, max_size=60), st.integers(1, 3))
 def test_match_length_equals_backward_comparison(text: list[int], shortest: int) -> None:
-    source = BetterSource(shortest)
+    source = DraftSourceSelector(shortest)
     source.extend(text)
     place = source.place()
     if place is None:
@@ -84,7 +84,7 @@ def test_match_length_equals_backward_comparison(text: list[int], shortest: int)
 def test_lookups_that_fail_give_way_and_come_back() -> None:
     """After 1 2 a lookup drafts what followed the last time, which is wrong each time, until the
     text begins to repeat itself; trees emit three tokens a round."""
-    source = BetterSource(2)
+    source = DraftSourceSelector(2)
     source.extend([1, 2, 50])
     used = []
     for other in range(60, 80):
@@ -101,7 +101,7 @@ def test_lookups_that_fail_give_way_and_come_back() -> None:
 
 
 def test_a_tree_is_counted_only_where_it_was_used() -> None:
-    source = BetterSource(1)
+    source = DraftSourceSelector(1)
     source.extend(list(range(20)))
     assert not source.guess(4)
     source.extend([30, 31, 32, 33, 34, 35])

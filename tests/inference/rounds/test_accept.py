@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from draftsmith.inference.base.settings import Sampling
 from draftsmith.inference.rounds.accept import Verdict, judge, match
-from draftsmith.inference.rounds.outcome import Accepted, Hidden, Outcome, Packed
+from draftsmith.inference.rounds.outcome import Accepted, DeviceOutcome, Hidden, Outcome
 from draftsmith.inference.rounds.sampling import Draws
 from draftsmith.inference.rounds.tree import NO_NODE, DraftTree, TreeShape
 
@@ -49,7 +49,7 @@ def decided(tree: DraftTree, choices: list[list[int]]) -> tuple[Accepted, Outcom
     given_ = torch.tensor(choices)
     node = match(tree, given_)
     last = given_.gather(1, node[:, None])[:, 0]
-    packed = Packed.of(tree, Verdict(node=node, bonus=last, rule="greedy"))
+    packed = DeviceOutcome.of(tree, Verdict(node=node, bonus=last, rule="greedy"))
     outcome = packed.read()
     assert packed.fetch()() == outcome
     # The state of a node is its token.
@@ -107,7 +107,7 @@ def test_floats_travel_with_the_integers_unchanged() -> None:
         rule="block",
         overlap=overlap,
     )
-    found = Packed.of(tree, verdict).read()
+    found = DeviceOutcome.of(tree, verdict).read()
     assert found.overlap == [[overlap[0, 0].item()], [overlap[1, 0].item()]], (
         "only nodes with children had drafts to accept"
     )

@@ -20,7 +20,7 @@ from tests.conftest import tiny_target
 from tests.helpers.architectures import architecture
 from tests.helpers.fused_targets import states_of
 
-LEAST_ROWS = packed.least_rows.__wrapped__
+LEAST_ROWS = packed.min_padded_rows.__wrapped__
 IDS = torch.arange(3, 15)[None]
 
 
@@ -28,7 +28,7 @@ IDS = torch.arange(3, 15)[None]
 def every_trial_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pack small models too, and extend few rows on any processor."""
     monkeypatch.setattr(packed, "FEWEST_BYTES", 1)
-    monkeypatch.setattr(packed, "least_rows", lambda dtype: 4)
+    monkeypatch.setattr(packed, "min_padded_rows", lambda dtype: 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

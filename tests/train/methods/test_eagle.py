@@ -18,7 +18,7 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.rounds.outcome import Hidden
 from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.data.features import Features, LiveTarget
-from draftsmith.train.losses.unroll import Ahead, unroll
+from draftsmith.train.losses.unroll import ShiftAhead, unroll
 from draftsmith.train.losses.unrolled import TeacherPlaces, UnrolledObjective
 from draftsmith.train.methods.dflash.loss import survival_weights
 from draftsmith.train.methods.eagle.config import EagleConfig, EagleLoss
@@ -68,7 +68,7 @@ def test_rows_and_labels_match_the_worked_example() -> None:
 
 def test_tokens_are_read_further_along_at_each_step() -> None:
     x = torch.tensor([[1.0, 2.0, 3.0]])[..., None].requires_grad_()
-    ahead = Ahead.apply(x, 4)
+    ahead = ShiftAhead.apply(x, 4)
     assert [part[0, :, 0].tolist() for part in ahead] == [[2, 3, 0], [3, 0, 0], [0] * 3, [0] * 3]
     # Row 2 is read in row 1 of the first step and in row 0 of the second.
     weights = torch.tensor([[1.0, 10.0, 100.0], [1000.0, 1.0, 1.0], [1.0] * 3, [1.0] * 3])

@@ -18,7 +18,7 @@ from ...data.batches import Batches
 from ...losses.calibration import RankedMethod, ranks_by_root
 from ...losses.initialization import apply_init_from, draft_vocabulary
 from ...losses.vocabulary import VocabularyMap
-from ...outline import FROZEN, TRAINED, MetaTarget, Outline, matrix_numbers
+from ...outline import FROZEN, TRAINED, MetaTarget, Outline, count_matrix_parameters
 from .config import MedusaRun
 from .loss import MedusaObjective
 
@@ -60,7 +60,7 @@ class MedusaMethod(RankedMethod[MedusaRun, MedusaHeads]):
             heads,
             logit_rows=round(run.objective.rows_per_chunk * (drafted + 2) / 2),
             operations=0.0,
-            head_operations=TRAINED * matrix_numbers(heads.blocks) + head * outputs,
+            head_operations=TRAINED * count_matrix_parameters(heads.blocks) + head * outputs,
         )
 
     def make_drafter(

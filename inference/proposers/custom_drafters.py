@@ -30,7 +30,7 @@ CLASS = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*)")
 """`package.module:Class`."""
 
 
-def is_own(name: str) -> bool:
+def is_class_path(name: str) -> bool:
     """Return True if `name` has the form of a class in a module."""
     return CLASS.fullmatch(name) is not None
 

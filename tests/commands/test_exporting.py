@@ -335,7 +335,7 @@ def test_export_is_uploaded_to_the_hub(
     """Through huggingface_hub's own upload, to a stand-in for the hub."""
     script = (
         "from draftsmith.commands import exporting as e; "
-        f"e.run(e.Options({str(DRAFTERS / 'medusa')!r}, 'tgi', "
+        f"e.run(e.ExportOptions({str(DRAFTERS / 'medusa')!r}, 'tgi', "
         f"{str(tmp_path / 'out')!r}, push='me/medusa'))"
     )
     environment = {

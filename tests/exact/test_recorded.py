@@ -65,6 +65,33 @@ def test_recorded_rounds_of_hybrids_equal_unrecorded_ones(kind: str, tapes: list
 
 
 @pytest.mark.parametrize(
+    ("kind", "length", "lookup_length"),
+    [("eagle3.1", 5, 4), *(pytest.param(*case, marks=full) for case in (
+        ("dflash", 10, 8), ("eagle3.1", 8, 8), ("eagle3.1", 5, 8)))],
+)  # fmt: skip
+def test_recorded_trees_with_lookups_of_their_depth_equal_unrecorded_ones(
+    kind: str, length: int, lookup_length: int, tapes: list[Tape]
+) -> None:
+    """A round of trees has scores; the next one, with a looked-up chain, has the form and none."""
+    target = architecture("llama")
+    target.fuse(move=True)
+    texts = []
+    for static in (False, True):
+        target.static = static
+        if kind == "dflash":
+            block = random_block(target, kind, block_size=length)
+            drafter: Proposer = proposer_of(block, width=16, nodes=16)
+        else:
+            settings = TreeSettings(length=length, width=3, nodes=24 if length == 8 else 12)
+            drafter = EagleProposer(random_eagle(target, kind), settings)
+        requests = [Request([5, 9, 33, 7]), Request([*range(11, 19)], 1)]
+        proposer = WithLookup(drafter, 1, lookup_length)
+        replies = generate(target, proposer, requests, 60, eos_ids=frozenset())
+        texts.append([reply.token_ids for reply in replies])
+    assert texts[0] == texts[1] and tapes
+
+
+@pytest.mark.parametrize(
     ("name", "ahead", "ways"),
     [
         ("coupled", True, FEW),

@@ -133,7 +133,7 @@ def trained_folder(method: str, folder: object) -> str:
 
 
 def is_own_drafter(name: str) -> bool:
-    """Return True for a drafter of another package (`custom_drafters`), not a name or folder here."""
+    """Return true for a drafter of another package, not a name or a folder here."""
     return name not in UNTRAINED and not Path(name).is_dir() and is_class_path(name)
 
 

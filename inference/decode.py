@@ -110,7 +110,7 @@ class Generation:
 
     def take(self, step: Round, reason: str | None, elapsed: float) -> None:
         """Add a step of `decode`, which came `elapsed` seconds after the request was made."""
-        if step.drafted is None:  # the prefill, which is no round
+        if step.drafted is None:  # the prefill, which is not a round
             self.ttft_s = elapsed
         else:
             self.rounds.append(step)

@@ -92,7 +92,7 @@ def rounds_on_text(proposer: Proposer, ids: Tensor, start: int, hidden: Hidden) 
         # The path counts the root, and the round also emits the bonus token.
         emitted.append(min(len(path), end - 1 - root))
         next_root = root + len(path)
-        # After the last token there is no feature to commit, and no round follows.
+        # After the last token no feature is left to commit, and no round follows.
         if next_root < end:
             count = torch.tensor([len(path)], device=ids.device)
             gained = ids[None, root:next_root]

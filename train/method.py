@@ -49,7 +49,7 @@ class Method(ABC, Generic[RunT, DrafterT]):
         """Return the taps that the run reads, and whether it reads every last state.
 
         They are those of the drafter and of the objective; this is asked before either exists. By
-        default there are no taps, and the last states suffice where a reply token comes next.
+        default no taps are read, and the last states suffice where a reply token comes next.
         """
         return (), False
 

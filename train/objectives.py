@@ -49,7 +49,7 @@ class Objective(Protocol):
         denominators: dict[str, float],
         measured: bool = True,
     ) -> tuple[Tensor, Sums]:
-        """Return the loss and metric sums of a batch; without `measured` there are no sums.
+        """Return the loss and metric sums of a batch; without sums unless `measured`.
 
         What only metrics need is left out then, and the loss stays the same in every bit. It is a
         sum over the batch, with each term divided by its global denominator: `denominators` are the

@@ -163,7 +163,7 @@ def active_numbers(
 def config_at(path: str, trust: bool = False) -> Any:
     """Return the config of a model on the hub or in a folder; `trust`: code next to it may be run.
 
-    Of an adapter's folder it is that of the base model. Raises `UserError` where there is none.
+    Of an adapter's folder it is that of the base model. Raises `UserError` without one.
     """
     path, _ = base_and_adapter(TargetConfig(path))
     with as_user_errors(path, "the config of", "a folder with its config.json is enough"):

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 MOST_ROWS = 3  # of a file
-BEGIN, END = "[[", "]]"  # around what is learned, where there is no colour
+BEGIN, END = "[[", "]]"  # around what is learned, without colour
 PROBE: JsonObject = {
     "messages": [
         {"role": "user", "content": "one"},

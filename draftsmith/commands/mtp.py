@@ -104,7 +104,7 @@ class StoredLayer:
 def find_layer(name: str, remedy: str | None = None) -> StoredLayer:
     """Return the MTP layer of the checkpoint `name`, a folder or a repository on the hub.
 
-    Raises `UserError`, with the `remedy`, if there is none, and for one of an unknown form.
+    Raises `UserError`, with the `remedy`, if it is missing, and for one of an unknown form.
     """
     from ..heads.exchange.hub import fetch_folder
     from ..heads.exchange.mtp import EXTRACT_REMEDY, layout_in
@@ -165,7 +165,7 @@ def read_for(layer: StoredLayer, target: TargetSource) -> tuple[Artifact, torch.
 def extract_layer(options: ExtractOptions) -> None:
     """Write the drafter, and print what to do with it.
 
-    Raises `UserError` if there is no layer that fits, and for an `out` that is there already.
+    Raises `UserError` if no layer fits, and for an `out` that is there already.
     """
     import torch
 

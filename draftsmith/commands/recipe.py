@@ -73,7 +73,7 @@ def recipe(method: str, target: str) -> str:
     """Return a recipe as a YAML file with comments.
 
     `target` is a name of the table or of the hub, in any case. Raises `UserError` with the nearest
-    names if there is no such recipe.
+    names if that recipe is unknown.
     """
     tables = _tables()
     short = target.rpartition("/")[2].lower()

@@ -94,7 +94,7 @@ def other_processes(seconds: float) -> float:
     """Return the mean number of other running threads of the machine within `seconds`.
 
     It is read from Linux's `/proc/stat`, since the mean of the last minute has the command before
-    this one in it. Elsewhere it is that mean, and 0 where there is none.
+    this one in it. Elsewhere it is that mean, and 0 without one.
     """
     counts: list[int] = []
     end = time.monotonic() + seconds

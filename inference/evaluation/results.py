@@ -46,7 +46,7 @@ class RequestRecord(Struct, kw_only=True):
     prompt: Count | None = None
     """Number of the prompt among those that were read, from 0."""
     unit: Count
-    """Number of the first prompt with the same id, or the same text if there are no ids."""
+    """Number of the first prompt with the same id, or the same text without ids."""
     n_prompt: Count = 0
     """Tokens of the prompt."""
     n_out: Count = 0

@@ -333,7 +333,7 @@ STAGED = 3  # undecided slots before the nodes
 CAPACITY = 400
 WINDOW = 100
 WRONG = {torch.float32: 1e-4}
-"""Least error that is no rounding, as a share of a query's attention."""
+"""Least error that is not rounding, as a share of a query's attention."""
 WRONG_IN_HALF = 2e-2
 PASSED: set[tuple[tuple[int, int, int], torch.dtype, torch.device]] = set()
 """Sizes, types and devices with which `attention_fits` has found no fault. A fault may pass, as a

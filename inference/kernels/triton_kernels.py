@@ -102,7 +102,7 @@ def attend(
             *(SIZE, WINDOW, True, SLOTS, BLOCK),
         )
 
-    # Nothing was seen; a sum that is no number stays one.
+    # Nothing was seen; a sum that is NaN stays NaN.
     sure = tl.where(total == 0, 1.0, total)
     part = (split * (tl.num_programs(1) // kv_heads) + row) * count * heads
     tl.store(parts + part * SIZE + numbers, gained / sure[:, None], mask=real)
@@ -155,7 +155,7 @@ def _over(
         seen = seen & near
     scores = tl.where(seen, scores, float("-inf"))
     new = tl.maximum(largest, tl.max(scores, 1))
-    # With nothing seen so far, the difference of two infinities is no number.
+    # With nothing seen so far, the difference of two infinities is NaN.
     base = tl.where(new == float("-inf"), 0.0, new)
     weights = tl.exp(scores - base[:, None])
     shrunk = tl.exp(largest - base)

@@ -276,7 +276,7 @@ def grow(rank_accuracy: Sequence[Sequence[float]], nodes: int) -> list[Ranks]:
 
     def offer(parent_value: float, indices: tuple[int, ...]) -> None:
         depth = len(indices) - 1
-        # There is no such node below the last depth, and none after the last rank of a depth.
+        # No node lies below the last depth, or after the last rank of a depth.
         if depth < len(order) and indices[-1] < len(order[depth]):
             accuracy = rank_accuracy[depth][order[depth][indices[-1]]]
             if parent_value * accuracy > 0:

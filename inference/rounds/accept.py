@@ -72,7 +72,7 @@ def match(tree: DraftTree, choices: Tensor) -> Tensor:
         return right.long().cumprod(-1).sum(-1)
     tables = tree.tables
     right = tree.tokens == choices.gather(1, tables.parents.expand_as(choices))
-    # The root is no draft. Its entry compares it with the choice after itself, which says nothing.
+    # The root is not a draft: its entry compares it with the choice after itself and says nothing.
     right[:, 0] = True
     return deepest(right, tables)
 

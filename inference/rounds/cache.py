@@ -375,7 +375,7 @@ class StaticTreeCache(TreeCache):
         return state
 
     def _part(self, keys: Tensor, values: Tensor) -> KeysAndValues | None:
-        """Return the next layer's part of the joint buffer, or None if there is none for it."""
+        """Return the next layer's part of the joint buffer, or None without one."""
         index = len(self.states)
         if not index and self._layers > 1:
             like = _buffer(keys, 0)

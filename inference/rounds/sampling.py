@@ -104,7 +104,7 @@ class Draws:
         history: Any = None
         if sampling.history_processor is not None:
             assert paths is not None
-            # -1 is no token id: put one in its place that counts already
+            # -1 is not a token id: put one in its place that counts already
             paths = torch.where(paths < 0, self._text[:, :1, None], paths)
             text = self._text[:, None].expand(-1, nodes, -1)
             history = torch.cat([text, paths], dim=-1).reshape(batch * nodes, -1)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .device import send
 
-# Token of a missing node, and padding of node ids. It is no token id, so that it never equals the
+# Token of a missing node, and padding of node ids. It is not a token id, and so never equals the
 # target's choice; the tables of Medusa's own code pad with token 0, which can.
 NO_NODE = -1
 
@@ -115,7 +115,7 @@ def tables_of(parents: Tensor, levels: int) -> TreeTables:
     for _ in range(levels):
         climbed.append(parents.gather(1, climbed[-1]))
         ancestors.scatter_(2, climbed[-1][..., None], True)
-    # A row is true at the node itself too, which is no step.
+    # A row is true at the node itself too, which is not a step.
     depths = ancestors.sum(-1) - 1
     upwards = torch.stack(climbed, dim=-1)  # [B, N, D + 1]: node, parent, grandparent, ..
     # The ancestor of depth k stands `depth - k` steps up. Negative: it lies below the node. Example

@@ -77,7 +77,7 @@ class CausalModel(ModelHead):
         self.fused: FusedDecoder | None = None
         """Forward pass of decoding with fewer operators; None: transformers' own."""
         self.packed_bytes = 0
-        """Bytes of matrices that are no parameters of `model` any more (`pack`)."""
+        """Bytes of matrices that are not parameters of `model` any more (`pack`)."""
         self.static = False
         """True if rounds are static, where that pays: of fixed shapes, compiled or recorded."""
         self.masks_packed_rows = False

@@ -177,11 +177,11 @@ def _sent(numbers: Any, device: torch.device) -> Tensor:
 
 
 def tables_of(spans: list[tuple[int, int]]) -> tuple[Any, Any]:
-    """Return positions `[n, L]` of documents, and the numbers of those that are no filling.
+    """Return positions `[n, L]` of documents, and the numbers of those that are not padding.
 
     Both are arrays of numpy. Positions count through all rows. Documents are filled up with their
     last position. Example: the documents 3 .. 5 and 7 .. 10 are the positions 3 4 4 and 7 8 9, of
-    which the numbers 0, 1, 3, 4 and 5 are no filling.
+    which the numbers 0, 1, 3, 4 and 5 are not padding.
     """
     starts, ends = np.array(spans).T[:, :, None]
     index = starts + np.arange((ends - starts).max())

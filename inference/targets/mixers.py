@@ -55,7 +55,7 @@ class Mixer(ABC):
         return functional.silu(mixed)
 
     def terms(self, mixed: Tensor, rest: Any, places: Pass) -> Terms | None:
-        """Return the recurrence's terms of a convolution `[B, N, C]`; None: there is none."""
+        """Return the recurrence's terms of a convolution `[B, N, C]`; None without one."""
         return None
 
     @abstractmethod

@@ -139,7 +139,7 @@ class ModelHead(ConfigFacts):
     def kinds_of_layers(self) -> set[str]:
         """Kinds that the config names, such as full_attention; empty where it names none."""
         named = getattr(self.config, "layer_types", None)
-        # GPT-Neo's name. Its local layers count slots of the cache, which are no positions in a
+        # GPT-Neo's name. Its local layers count slots of the cache, which are not positions in a
         # tree and in rows of different lengths.
         return set(named or getattr(self.config, "attention_layers", None) or ())
 
@@ -185,7 +185,7 @@ class ModelHead(ConfigFacts):
 
     @property
     def repetition_penalty(self) -> float:
-        """Penalty that `generate` applies by default; 1 is none."""
+        """Penalty that `generate` applies by default; 1 for no penalty."""
         return getattr(self.model.generation_config, "repetition_penalty", None) or 1.0
 
     @property

@@ -172,7 +172,7 @@ def _names_in(target: ModelHead) -> list[str]:
 
 
 def manifest_of(store: str | Path) -> Manifest:
-    """Return the manifest of a store. Raises `UserError` if there is none, or a damaged one."""
+    """Return the manifest of a store. Raises `UserError` if it is missing or damaged."""
     return read_manifest(store)[0]
 
 
@@ -206,7 +206,7 @@ def model_of_embedding_and_head(
 ) -> Any:
     """Return the model of a folder with only its embedding, final norm and head loaded.
 
-    `read` returns a parameter by name, None if there is none. All other parameters stay on the meta
+    `read` returns a parameter by name, None if it is missing. All other parameters stay on the meta
     device. Raises `UserError` if the embedding or the head is missing.
     """
     with torch.device("meta"):

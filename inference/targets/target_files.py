@@ -129,7 +129,7 @@ def check_config(path: str, trust_remote_code: bool) -> None:
 
 
 def read_tokenizer(path: str, trust_remote_code: bool) -> Any:
-    """Load the tokenizer of a target. Raises `UserError` if there is none that can be read."""
+    """Load the tokenizer of a target. Raises `UserError` if it cannot be read."""
     with as_user_errors(
         path,
         "the tokenizer of target",

@@ -199,7 +199,7 @@ class EarlierRows:
     ids: set[str] = field(default_factory=set)
     """Names of the complete conversations."""
     written: JsonObject | None = None
-    """Provenance of the last line; None if there is none."""
+    """Provenance of the last line; None without one."""
     complete_to: int = 0
     """Bytes up to the end of the last complete conversation. After it a killed process, or one that
     still writes, may have left part of another."""

@@ -235,7 +235,7 @@ class TeacherPlaces:
         """
         batch, length, steps = valid.shape
         k = torch.arange(steps)
-        # The row that position j teaches at step k; before the text there is none.
+        # The row that position j teaches at step k; none before the text.
         back = torch.arange(length)[:, None] - 1 - k
         by_teacher = (valid[:, back.clamp(min=0), k] & (back >= 0)).flatten(0, 1)
         # From here on positions count through all packed rows: position t of row r is r * S + t. A
@@ -269,5 +269,5 @@ class TeacherPlaces:
         return torch.stack(columns, dim=1)
 
     def by_root(self, table: Tensor) -> Tensor:
-        """Return `[J, D]` by teacher as `[R, D]` by root, 0 where there is no weight."""
+        """Return `[J, D]` by teacher as `[R, D]` by root, 0 without weight."""
         return functional.pad(table, (0, 0, 0, 1))[self._teacher_of, self._k]

@@ -16,7 +16,7 @@ from draftsmith.inference.proposers.tree_plan import NewestStateProposer, TreePl
 from draftsmith.train.config import RunConfig
 from draftsmith.train.losses.calibration import RankedMethod, ranks_by_root
 from draftsmith.train.objectives import Objective, depth_metrics
-from draftsmith.train.outline import FROZEN, TRAINED, Outline, count_matrix_parameters
+from draftsmith.train.outline import FROZEN, TRAINED, Outline, matrix_numbers
 
 
 @dataclass
@@ -108,10 +108,7 @@ class Gru(RankedMethod[GruRun, GruDrafter]):
 
     def outline(self, run: GruRun, target: Any) -> Outline:
         drafter = self.make_drafter(run, target)
-        each = (
-            TRAINED * count_matrix_parameters(drafter)
-            + FROZEN * target.vocab_size * target.hidden_size
-        )
+        each = TRAINED * matrix_numbers(drafter) + FROZEN * target.vocab_size * target.hidden_size
         return Outline(drafter, head_operations=run.length * each, logit_rows=256 * run.length)
 
     def teacher_forced(self, drafter: GruDrafter, hidden: Any, ids: Tensor) -> Tensor:

@@ -183,7 +183,7 @@ def test_no_module_imports_itself_through_others() -> None:
 SHARED = {
     "dflash": {"heads/dspark.py", "inference/proposers/dspark.py", "train/methods/dspark/config.py",
                "train/methods/dspark/method.py", "train/losses/blocks.py"},
-    "eagle": {"inference/proposers/mtp.py", "train/losses/unrolled.py"},
+    "eagle": {"inference/proposers/mtp.py", "train/losses/calibration.py"},
     "mtp": {"draftsmith/commands/mtp.py"},
 }  # fmt: skip
 """Files that build on a method: DSpark extends DFlash, an MTP layer drafts as EAGLE does, and MTP

@@ -90,7 +90,7 @@ def meta_outline(method: Any, config: Any, target: MetaTarget) -> Outline:
         return method.outline(config, target)
 
 
-def count_matrix_parameters(*modules: nn.Module) -> int:
+def matrix_numbers(*modules: nn.Module) -> int:
     """Return how many numbers the matrices of modules have; norms and biases are left out."""
     return sum(p.numel() for module in modules for p in module.parameters() if p.ndim > 1)
 

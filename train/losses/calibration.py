@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...heads.files import JsonObject
+from ...inference.proposers.eagle import DEFAULT_LENGTH, DEFAULT_WIDTH
 from ...inference.replay import RANKS, rank_of
 from ..data.batches import Batch, collate
 from ..method import DrafterT, Method, RunT
@@ -37,11 +38,8 @@ class RankedMethod(Method[RunT, DrafterT]):
         return known | self.tree_of_evaluation(depths, tree_nodes)
 
     def tree_of_evaluation(self, depths: int, tree_nodes: int) -> JsonObject:
-        """Return the settings of the tree, of at most `tree_nodes`, that the calibration stores.
-
-        There are none by default: the tree is grown from the rank accuracies.
-        """
-        return {}
+        """Return the settings of the tree, of at most `tree_nodes`, that the calibration stores."""
+        return {"length": min(DEFAULT_LENGTH, tree_nodes), "width": DEFAULT_WIDTH}
 
 
 def batch_of_text(ids: Tensor) -> Batch:

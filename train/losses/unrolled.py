@@ -20,9 +20,7 @@ from torch.nn import functional
 
 from ...distill.divergences import best_of, overlap_of_probs, sum_in_chunks
 from ...distill.settings import LABELS_ONLY
-from ...heads.files import JsonObject
 from ...heads.layers import RecyclingDrafter
-from ...inference.proposers.eagle import DEFAULT_LENGTH, DEFAULT_WIDTH
 from ...inference.rounds.device import send
 from ...inference.rounds.outcome import Hidden
 from ..data.batches import Batch
@@ -186,9 +184,6 @@ class RecyclingMethod(RankedMethod[RunT, RecyclingT]):
         return ranks_by_root(
             ids, steps, columns, lambda k, rows: drafter.logits(outputs[k][0, :rows])
         )
-
-    def tree_of_evaluation(self, depths: int, tree_nodes: int) -> JsonObject:
-        return {"length": min(DEFAULT_LENGTH, tree_nodes), "width": DEFAULT_WIDTH}
 
     def unrolled_outline(
         self, drafter: RecyclingT, loss: UnrolledLoss, target: MetaTarget, head: int

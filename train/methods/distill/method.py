@@ -35,7 +35,7 @@ from ...data.batches import Batches
 from ...data.features import check_packing
 from ...data.rollouts import Rollouts, Writer, draft_model_texts
 from ...method import Method
-from ...outline import TRAINED, MetaTarget, Outline, config_at, count_matrix_parameters, work_of
+from ...outline import TRAINED, MetaTarget, Outline, config_at, matrix_numbers, work_of
 from .config import DistillRun
 from .loss import DistillObjective
 
@@ -95,7 +95,7 @@ class DistillMethod(Method[DistillRun, DraftModel]):
             config = cut_config(cast(Any, target), chosen_layers(options, target.num_layers))
         model = make_causal_lm(config, dtype=torch.float32)
         drafter = DraftModel(model, None, target.vocab_size)
-        head = count_matrix_parameters(model.get_output_embeddings())
+        head = matrix_numbers(model.get_output_embeddings())
         _, layers = decoder_layers(model.get_decoder(), config.num_hidden_layers)
         return Outline(
             drafter,

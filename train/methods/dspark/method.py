@@ -18,7 +18,7 @@ from torch.nn import functional
 from ....heads.dflash import BlockShape
 from ....heads.dspark import DSparkDrafter
 from ....inference.targets.target import TargetSource
-from ...outline import TRAINED, MetaTarget, Outline, count_matrix_parameters
+from ...outline import TRAINED, MetaTarget, Outline, matrix_numbers
 from ..dflash.config import DFlashConfig, DFlashRun
 from ..dflash.loss import BlockObjective
 from ..dflash.method import DFlashMethod, shape_for
@@ -69,7 +69,7 @@ class DSparkMethod(DFlashMethod):
         outline = super().outline(run, target)
         drafter = outline.drafter
         assert isinstance(drafter, DSparkDrafter)
-        transition = TRAINED * count_matrix_parameters(drafter.transition_out) * drafter.drafts
+        transition = TRAINED * matrix_numbers(drafter.transition_out) * drafter.drafts
         return replace(outline, head_operations=outline.head_operations + transition)
 
     @torch.no_grad()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ....heads.artifact import Artifact
+from ....heads.files import JsonObject
 from ....heads.medusa import MedusaHeads, MedusaShape
 from ....inference.rounds.outcome import Hidden
 from ....inference.targets.target import TargetSource
@@ -18,7 +19,7 @@ from ...data.batches import Batches
 from ...losses.calibration import RankedMethod, ranks_by_root
 from ...losses.initialization import apply_init_from, draft_vocabulary
 from ...losses.vocabulary import VocabularyMap
-from ...outline import FROZEN, TRAINED, MetaTarget, Outline, count_matrix_parameters
+from ...outline import FROZEN, TRAINED, MetaTarget, Outline, matrix_numbers
 from .config import MedusaRun
 from .loss import MedusaObjective
 
@@ -60,7 +61,7 @@ class MedusaMethod(RankedMethod[MedusaRun, MedusaHeads]):
             heads,
             logit_rows=round(run.objective.rows_per_chunk * (drafted + 2) / 2),
             operations=0.0,
-            head_operations=TRAINED * count_matrix_parameters(heads.blocks) + head * outputs,
+            head_operations=TRAINED * matrix_numbers(heads.blocks) + head * outputs,
         )
 
     def make_drafter(
@@ -88,6 +89,9 @@ class MedusaMethod(RankedMethod[MedusaRun, MedusaHeads]):
         count, last = drafter.config.num_heads, hidden.last
         columns = VocabularyMap(drafter).columns(ids)
         return ranks_by_root(ids, count, columns, lambda i, rows: drafter.logits(last[:rows], i))
+
+    def tree_of_evaluation(self, depths: int, tree_nodes: int) -> JsonObject:
+        return {}  # the tree is grown from the rank accuracies
 
 
 METHOD = MedusaMethod()

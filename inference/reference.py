@@ -76,8 +76,8 @@ def with_noise(model: Model, temperature: float, seed: int) -> Model:
     """Return a model whose best token is a random draw of `model` (Gumbel-max).
 
     The noise depends only on the seed and the position. With the same noise in
-    target and drafter, `decode` returns the same text as plain sampling with that
-    noise.
+    target and drafter, `decode` returns the same text as plain sampling with
+    that noise.
     """
     keys = noise.row_keys(seed, [(0, 0)], torch.device("cpu"))
 

@@ -21,7 +21,7 @@ Ids = list[int]
 Model = Callable[[Ids], Tensor]
 """Function from a text to the logits `[S, V]` after each of its tokens."""
 Tree = Sequence[Ranks]
-"""Form of the draft tree, parents first: (0,) is the drafter's best token after the root, (0, 2)
+"""Shape of the draft tree, parents first: (0,) is the drafter's best token after the root, (0, 2)
 its third-best token after that. [(0,), (0, 0)] is a chain of two drafts."""
 Draft = tuple[int, ...]
 """Draft with all drafts before it. The root, the newest token of the text, is written as ()."""
@@ -76,7 +76,8 @@ def with_noise(model: Model, temperature: float, seed: int) -> Model:
     """Return a model whose best token is a random draw of `model` (Gumbel-max).
 
     The noise depends only on the seed and the position. With the same noise in
-    target and drafter, `decode` writes what plain sampling with it writes.
+    target and drafter, `decode` returns the same text as plain sampling with
+    that noise.
     """
     keys = noise.row_keys(seed, [(0, 0)], torch.device("cpu"))
 

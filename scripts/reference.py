@@ -108,8 +108,8 @@ command's own options, `--help-all` all of them. `draftsmith --version` prints t
 An option is written `--name VALUE` or `--name=VALUE`. A switch takes no value; `--no-NAME` turns
 off one that is on. Numbers may end in K, M, B or T, such as `300M`.
 
-`--config FILE` reads options from a YAML file with the same names; options after it win.
-`--print-config` prints all values as such a file, and does nothing else.
+`--config FILE` reads options from a YAML file with the same names; options given after it override
+the file. `--print-config` prints all values as such a file, and does nothing else.
 
 A command ends with status 0 if all went well and 2 for a mistake that its one line of error
 explains. [Configuration](configuration.md) has the keys of a training run.

@@ -39,11 +39,12 @@ FORMS = {
 Where an option of that name takes something else, its field says so: `metadata={"form": "FILE"}`.
 """
 SAID_TEXT = (
-    "--quiet prints warnings and results alone, --verbose also what is done in detail, --debug the "
-    "traceback of an unforeseen error."
+    "--quiet prints only warnings and results; --verbose adds details of each step; --debug prints "
+    "the traceback of an unexpected error."
 )
 CONFIG_TEXT = (
-    "--config FILE reads options from a YAML file with the same names; options after it win. "
+    "--config FILE reads options from a YAML file with the same names; options given after it "
+    "override the file. "
     "--print-config prints all values as such a file, and does nothing else."
 )
 

@@ -54,11 +54,11 @@ returns the line for a user who stopped it. `options_of_verb` says where its opt
 GROUPS = {"data": "prepare data", "mtp": "layers for drafts that come with a target"}
 # The usual steps from a target to a served drafter, in order.
 USUAL_STEPS = {
-    "data regenerate": "let the target write the replies that a drafter learns from",
+    "data regenerate": "generate the training replies with the target",
     "train METHOD": "train a drafter (on several GPUs: accelerate launch -m draftsmith.train)",
     "evaluate": "measure it on held-out prompts, compared with plain decoding",
-    "generate": "look at a reply and its accepted drafts",
-    "export": "hand it to vLLM, SGLang, TensorRT-LLM, llama.cpp, TGI or transformers",
+    "generate": "inspect a reply and its accepted drafts",
+    "export": "export it for vLLM, SGLang, TensorRT-LLM, llama.cpp, TGI or transformers",
 }
 OTHER_COMMANDS = {
     "chat": ["serve"], "bench": ["evaluate"], "benchmark": ["evaluate"],

@@ -52,7 +52,7 @@ PROBE: JsonObject = {
 class DoctorOptions(SourceOptions, RunFile):
     """Check this machine, and a target and a training config if given.
 
-    The exit status is 2 if something would not run.
+    The exit status is 2 if a check fails.
     """
 
     examples: ClassVar[tuple[str, ...]] = (
@@ -68,7 +68,7 @@ class DoctorOptions(SourceOptions, RunFile):
     """Training config to check; its target is checked too, unless another one is named."""
     chat: bool | str = field(default=False, metadata={"form": "[FILE]"})
     """Show the first rows of a file, or a built-in one, as the chat template renders them, with
-    what training would learn in green or in [[brackets]]."""
+    the tokens that training learns in green or in [[brackets]]."""
     json: str | None = None
     """File to write the findings to; `-` prints them in place of the table."""
 

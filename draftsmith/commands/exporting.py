@@ -42,8 +42,8 @@ class ExportOptions:
     """Folder to write."""
     target: str | None = None
     """Target that the engine is to load, for the serve command and the config: a folder or a name
-    on the hub; if not given, the name that it had in training. Its output matrix is read where the
-    engine wants it next to the drafter."""
+    on the hub; if not given, the name that it had in training. Its output matrix is read if the
+    engine needs it in the drafter's folder."""
     drafts: int | None = None
     """Number of drafts per round in the serve command; if not given, all heads of a Medusa drafter,
     all drafts of a block, else 3."""
@@ -53,8 +53,8 @@ class ExportOptions:
     """Licence in the card, by the hub's name for it, such as apache-2.0; if not given, the card
     names none."""
     push: str | None = None
-    """Repository on the hub that the folder is put into, such as me/eagle3-mine; private if it is
-    new."""
+    """Repository on the hub to upload the folder to, such as me/eagle3-mine; created as private if
+    it does not exist."""
 
     def __post_init__(self) -> None:
         if self.drafts is not None and self.drafts < 1:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ExtractOptions(RunFile):
-    """Store the target's features that a training run reads, so that it needs no target.
+    """Store the target's features for a training run, so that the run does not load the target.
 
     With many workers: accelerate launch -m draftsmith.train data extract --config FILE --out STORE.
     """

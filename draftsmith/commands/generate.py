@@ -56,16 +56,16 @@ class GenerateOptions(SourceOptions, TemplateOptions):
 
     target: TargetConfig
     prompt: str | None = None
-    """Prompt of the user; `-` reads it from standard input."""
+    """Text of the user prompt; `-` reads it from standard input."""
     prompts: str | None = None
     """Prompts that are decoded one after the other: a benchmark or a file as `draftsmith evaluate`
-    takes it, or a text file; `-` reads standard input. A line of text or standard input is a
-    prompt, or a JSON row."""
+    takes it, or a text file; `-` reads standard input. Each line of a text file or of
+    standard input is one prompt or one JSON row."""
     drafter: str = "none"
     """Folder of a drafter or of a draft model, or none, ngram;
     settings follow a colon: ngram:length=8."""
     profile: str | None = None
-    """Profile that draftsmith tune wrote; its settings are drafted with."""
+    """Profile that draftsmith tune wrote; the drafter uses its settings."""
     max_new_tokens: int = 256
     """Largest number of tokens of the reply."""
     sampling: Sampling = field(default_factory=Sampling)

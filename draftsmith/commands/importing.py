@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ImportOptions:
-    """Make a drafter of a public checkpoint, or of an export of draftsmith.
+    """Make a drafter from a public checkpoint or from a draftsmith export.
 
     The target is the one that the drafter was trained for, or one that was tuned from it without
     added tokens.
@@ -40,7 +40,7 @@ class ImportOptions:
     out: str
     """Folder of the drafter to write."""
     set: list[str] = field(default_factory=list, metadata={"form": "KEY=VALUE"})
-    """Answer where the checkpoint leaves something open; may be given several times: taps=2,16,29
+    """Value that the checkpoint does not specify; may be given several times: taps=2,16,29
     (hidden states that the drafter fuses), norm_output=true or false (recycle the normed state, as
     EAGLE-3.1 does), norm_before_residual=true or false (add the layer's output to the normed
     state), embedding=target (use the target's although the checkpoint's differs)."""

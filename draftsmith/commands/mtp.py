@@ -44,9 +44,10 @@ SIZE_WORDS = ("size", "heads", "experts", "rank", "dim")
 
 @dataclass
 class ExtractOptions:
-    """Make a drafter of the MTP layer in a target's checkpoint, or in that of its base model.
+    """Make a drafter from the MTP layer of a target's checkpoint or of its base model's.
 
-    A base model's layer is as it was; train it on with `draftsmith train mtp --init-from`.
+    A layer taken from the base model is not adapted to the fine-tuned target; continue its training
+    with `draftsmith train mtp --init-from`.
     """
 
     examples: ClassVar[tuple[str, ...]] = (
@@ -59,13 +60,13 @@ class ExtractOptions:
     out: str
     """Folder of the drafter to write."""
     base: str | None = None
-    """Folder or name of the model that the target was tuned from, to take its layer in place of the
-    target's own, which was lost."""
+    """Folder or name of the base model. Its MTP layer is used instead of the target's, for a target
+    that lost its own in fine-tuning."""
 
 
 @dataclass
 class StitchOptions:
-    """Write an MTP layer into a copy of its target's checkpoint, for engines.
+    """Write an MTP layer into a copy of its target's checkpoint, so that serving engines load both.
 
     All other tensors and files are copied as they are.
     """

@@ -39,7 +39,7 @@ GATHERED_LAYERS = 2  # of a sharded target, one is used while the next one is ga
 class PlanOptions(RunFile):
     """Estimate the cost of a training run: whether it fits, hours, disk, GPU memory, price.
 
-    Target and drafter are built without weights; nothing is run with numbers.
+    Target and drafter are built without weights, and nothing is computed.
     """
 
     examples: ClassVar[tuple[str, ...]] = (
@@ -58,13 +58,13 @@ class PlanOptions(RunFile):
     gpu: str = "H100"
     """Kind of GPU, by the name of its data sheet."""
     gpus: int = 0
-    """Number of GPUs that share the steps; 0: 8, or the most below that can share the rows of a
-    step evenly."""
+    """Number of GPUs that share the steps. 0 chooses 8, or the largest smaller number that
+    divides the rows of a step evenly."""
     price_per_gpu_hour: float | None = None
     """Price of an hour of one GPU, in any currency."""
     target_shape: str | None = None
-    """Known target in place of the config's target.path, without the hub: qwen3-32b,
-    llama-3.1-8b-instruct and others; a wrong name is answered with all of them."""
+    """Known target whose shape replaces the config's target.path; needs no access to the hub:
+    qwen3-32b, llama-3.1-8b-instruct and others. An unknown name lists all of them."""
     json: str | None = None
     """File to write the numbers to; `-` prints them in place of the tables."""
 

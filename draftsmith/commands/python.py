@@ -136,8 +136,8 @@ def evaluate(
       `seed: int`.
     - `max_new_tokens: int` (128), `batch_size: int` (1), or a list of several.
     - `limit: int`: number of prompts, drawn evenly over their categories; all if not given.
-    - `repeats: int` (3): timed runs of every request, of which the one of median time counts.
-    - `baselines: bool` (True): measure ngram too.
+    - `repeats: int` (3): timed runs of every request; the run with the median time is reported.
+    - `baselines: bool` (True): measure the n-gram baseline.
     - `like: list[str]`: engines to draft like, such as `["vllm:drafts=3"]`.
     - `json: str`: file to write the report to; the same call then continues where one stopped.
     - `dtype: str`, `device: str`: as for `load`, for a target by its path or name.
@@ -188,7 +188,7 @@ def export(drafter: AnyPath | Drafter, to: str, out: AnyPath, **options: Any) ->
     `options` are those of the command:
 
     - `target: str`: target in the command; that of the training if not given. Its output matrix is
-      read where the engine wants it next to the drafter.
+      read if the engine needs it in the drafter's folder.
     - `drafts: int`: drafts of a round in the command.
     - `dtype: str` (auto, as stored): float32, bfloat16 or float16.
     - `report: list[str]`: JSON files of `evaluate`, whose figures go into the model card.

@@ -29,7 +29,8 @@ COLUMNS = 118  # of a comment
 class RecipeOptions:
     """Print the configuration of a method for a known target, to start from.
 
-    Without a target all recipes are listed. Nobody has run them: each says what it rests on.
+    Without a target all recipes are listed. These recipes are untested; each names the sources of
+    its values.
     """
 
     examples: ClassVar[tuple[str, ...]] = (

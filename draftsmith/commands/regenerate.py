@@ -85,9 +85,10 @@ class RegenerateOptions(RowOptions, TemplateOptions):
     batch_size: int = 32
     """Number of prompts that are decoded together in this process."""
     share: str | None = None
-    """Share of one of several workers, such as 3/64: the fourth of 64 (from 0), a 64th of the
-    conversations. It adds a file to the folder `out`. What any file there has is not answered
-    again, so that fewer workers, with other shares, can finish what lost ones left."""
+    """This worker's shard, as INDEX/COUNT with INDEX from 0, such as 3/64: the fourth of 64 workers
+    takes 1/64 of the conversations. Each worker adds a file to the folder `out`. Conversations
+    already answered in any file there are skipped, so a smaller number of workers can finish the
+    work of workers that died."""
 
     def __post_init__(self) -> None:
         if min(self.batch_size, self.max_new_tokens, self.limit or 1) < 1 or self.limit == 0:

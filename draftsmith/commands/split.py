@@ -25,9 +25,9 @@ SEED = 0  # of the choice, which no other number would make better
 class SplitOptions(RowOptions):
     """Set a share of the conversations aside, for evaluation only.
 
-    All rows of a conversation lie on one side: rows with an equal id, or with an equal prompt
-    (everything before the first reply), as every turn of a logged conversation has. The side
-    depends on the conversation alone, so that a log that has grown is split alike.
+    All rows of a conversation go to the same file: rows with an equal id, or with an equal prompt
+    (everything before the first reply), as every turn of a logged conversation has. The assignment
+    depends only on the conversation, so it does not change when the log grows.
     """
 
     examples: ClassVar[tuple[str, ...]] = (

@@ -198,7 +198,8 @@ class TemplateOptions:
     """Options of a command that renders conversations."""
 
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Variables for the chat template, such as '{"enable_thinking": false}'; those of a row win."""
+    """Variables for the chat template, such as '{"enable_thinking": false}'; a row's own
+    variables take precedence."""
 
 
 @dataclass
@@ -215,21 +216,22 @@ class TargetConfig:
     adapter: str | None = None
     """Folder of a LoRA adapter, which is merged into the weights on loading (needs peft)."""
     attention: str | None = None
-    """Attention implementation of transformers, such as sdpa: the target then decodes by
-    transformers' own forward pass over matrices as they are stored, which is the reference. If not
-    given, it decodes by a pass with fewer operators where the model has Llama's form and both
-    agree, and on a CPU with matrices in the order that is fastest there."""
+    """Attention implementation of transformers, such as sdpa: the target then uses transformers'
+    own forward pass and weight layout (the reference). If not given, Llama-style models use
+    draftsmith's fused forward pass, provided that its output agrees with the reference; on a CPU,
+    weights are also reordered for speed."""
     compile: bool = False
     """Run a round as one function over buffers of fixed size: on a GPU a CUDA graph, recorded in
-    about a second; on a CPU compiled, which takes up to two minutes and is kept on disk."""
+    about a second; on a CPU compiled, which takes up to two minutes and is cached on disk."""
     spread: Literal["whole", "fsdp", "devices"] = "whole"
     """Distribution over ranks and GPUs. whole: a copy on every rank; fsdp: each decoder layer
-    sharded over all ranks; devices: layers laid over the GPUs of one process."""
+    sharded over all ranks; devices: layers distributed over the GPUs of one
+    process."""
     trust_remote_code: bool = False
     """Run code that comes with the model. Give it only for sources that you trust."""
     allow_added_tokens: bool = False
-    """Take drafters of the model that this one was tuned from, though tokens were added at the end
-    of its vocabulary since: these are never drafted."""
+    """Accept drafters trained for the base model even if fine-tuning added tokens at the end of the
+    vocabulary. The added tokens are never drafted."""
 
     def __post_init__(self) -> None:
         # From Python a type of torch may be given.

@@ -16,9 +16,10 @@ from ..base.settings import RowOptions, Sampling, SourceOptions, TargetConfig, T
 
 @dataclass
 class EvaluateOptions(RowOptions, TemplateOptions):
-    """Acceptance and speed of drafters on held-out prompts, with plain decoding in the same loop.
+    """Measure the acceptance and speed of drafters on held-out prompts, next to plain decoding.
 
-    `--sampling.temperature 0.7` may be written `--temperature 0.7`, and so on.
+    Both run in the same loop. `--sampling.temperature 0.7` may be written `--temperature 0.7`, and
+    so on.
     """
 
     examples: ClassVar[tuple[str, ...]] = (
@@ -49,14 +50,16 @@ class EvaluateOptions(RowOptions, TemplateOptions):
     server_model: str | None = None
     """Name of the model on the server, if it serves several."""
     concurrency: list[int] = field(default_factory=list)
-    """Numbers of requests in flight at the server, one row each: 1,8,32,64 if not given."""
+    """Numbers of concurrent requests to the server; each is a row of the results: 1,8,32,64 if not
+    given."""
     profile: str | None = None
     """Profile that draftsmith tune wrote: drafters in it are measured with its settings as well."""
     like: list[str] = field(default_factory=list)
-    """Engine to decode like, with its shape, drafts and rule, such as vllm, sglang or llamacpp;
-    settings follow a colon: vllm:drafts=5,draws=probabilistic. May be given several times."""
+    """Engine to imitate, such as vllm, sglang or llamacpp: its tree shape, number of drafts and
+    acceptance rule are used. Settings follow a colon: vllm:drafts=5,draws=probabilistic. May be
+    given several times."""
     baselines: bool = True
-    """Measure ngram too."""
+    """Measure the n-gram baseline."""
     sampling: Sampling = field(default_factory=Sampling)
     """Sampling settings; greedy if not given."""
     temperature: list[float] = field(default_factory=list)
@@ -69,14 +72,14 @@ class EvaluateOptions(RowOptions, TemplateOptions):
     """Prompts decoded together; several numbers, such as 1,4,16, are each measured at every
     temperature."""
     repeats: int = 3
-    """Timed runs of every request; the one of median time counts."""
+    """Timed runs of every request; the run with the median time is reported."""
     json: str | None = None
     """File to write the numbers to; `-` prints them in place of the tables."""
 
 
 @dataclass
 class CompareOptions:
-    """Tau before and after, by category, with intervals; regressions are flagged."""
+    """Compare tau across evaluations, by category, with intervals; regressions are flagged."""
 
     examples: ClassVar[tuple[str, ...]] = (
         "draftsmith compare public.json tuned.json",
@@ -86,9 +89,9 @@ class CompareOptions:
     reports: list[str] = field(default_factory=list, metadata={"positional": "REPORT"})
     """JSON files of draftsmith evaluate; the first is the one that the others are compared with."""
     drafter: list[str] = field(default_factory=list, metadata={"form": "NAME"})
-    """Name of the drafter in each report, in the same order; not needed where a report has one
-    besides the baselines, or one and its row of --like, which is then compared. Given twice
-    for one report, its two drafters are compared."""
+    """Name of the drafter in each report, in the same order. Not needed if each report has one
+    drafter besides the baselines, or one drafter and its --like row (the --like row is then
+    compared). With a single report, give it twice to compare two drafters of that report."""
     fail_on_regression: str | None = None
     """End with exit code 3 if a category's tau has fallen by more than this, such as 2%, its
     interval lies below 0, and it has at least five prompts."""
@@ -96,7 +99,7 @@ class CompareOptions:
 
 @dataclass
 class SimulateOptions:
-    """Tokens per round, speed-up and best draft length from a measured or assumed acceptance."""
+    """Estimate tokens per round, speed-up and best draft length from an acceptance rate."""
 
     examples: ClassVar[tuple[str, ...]] = (
         "draftsmith simulate --acceptance 0.8 --length 5 --draft-cost 0.05 --gpu H100 --params 8B",
@@ -111,10 +114,11 @@ class SimulateOptions:
     length: int = 5
     """Drafts in a chain."""
     draft_cost: float | None = None
-    """Time of a draft step over that of a plain step of the target; if not given, as measured in
-    the JSON of draftsmith evaluate, or else 0.05."""
+    """Time of one draft step divided by the time of one plain decoding step; if not given, as
+    measured in the JSON of draftsmith evaluate, or else 0.05."""
     gpu: str | None = None
-    """GPU whose roofline is computed over numbers of requests; needs --params."""
+    """GPU for which a roofline estimate is computed, for several numbers of concurrent requests;
+    needs --params."""
     params: float | None = None
     """Parameters of the target, such as 8e9."""
     context: int = 2000
@@ -134,7 +138,7 @@ class SimulateOptions:
 
 @dataclass
 class ReportOptions:
-    """Evaluations and training runs as one HTML file that opens anywhere, or as tables.
+    """Write evaluations and training runs to one HTML file that opens anywhere, or as tables.
 
     The page shows acceptance, speed, replies token by token and training curves.
     """
@@ -151,16 +155,16 @@ class ReportOptions:
     out: str | None = field(default=None, metadata={"form": "FILE"})
     """File to write. If not given, HTML goes to report.html and Markdown to the terminal."""
     format: Literal["html", "md"] | None = None
-    """html: a page; md: its tables alone, as Markdown. If not given, the ending of --out decides,
-    and html is written without one."""
+    """html: a page; md: its tables alone, as Markdown. If not given, the extension of --out
+    decides; html without --out."""
 
 
 @dataclass
 class TuneOptions(SourceOptions):
     """Find the fastest chain or tree for each drafter, temperature and batch size on this machine.
 
-    Up to ten chains and trees are decoded with: few prompts for all of them, more for the faster
-    half, and so on. The profile keeps the default unless the best of them surely gains.
+    Tries up to ten chains and trees: all of them on a few prompts, the faster half on more, and so
+    on. The profile keeps the default unless the best candidate is significantly faster.
     """
 
     examples: ClassVar[tuple[str, ...]] = (
@@ -172,8 +176,8 @@ class TuneOptions(SourceOptions):
 
     target: TargetConfig
     prompts: str
-    """Calibration prompts, in the forms that `draftsmith evaluate` takes, a benchmark's name among
-    them; other prompts than those that you evaluate on. As many are used as fit into --budget."""
+    """Calibration prompts in any form that `draftsmith evaluate` accepts, including a benchmark
+    name. Do not use the prompts that you evaluate on. As many are used as fit in --budget."""
     out: str = field(metadata={"form": "FILE"})
     """Profile to write; `evaluate` and `generate` take it as --profile."""
     drafter: list[str] = field(default_factory=list)

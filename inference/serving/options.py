@@ -11,7 +11,7 @@ from ..base.settings import Sampling, TargetConfig
 
 @dataclass
 class ServeOptions:
-    """A local server with OpenAI's API and a page to chat on, which shows what was drafted.
+    """Start a local server with an OpenAI-compatible API and a chat page that marks drafted tokens.
 
     It is for trying drafters and for evaluation with existing clients, not for production.
     """
@@ -24,18 +24,18 @@ class ServeOptions:
     target: TargetConfig
     drafter: list[str] = field(default_factory=list)
     """A drafter's folder, a draft model's folder, or ngram; settings
-    follow a colon: ngram:length=8. May be given several times: the first drafts for the model of
-    the target's name, and each for a model TARGET:DRAFTER. TARGET:plain drafts nothing."""
+    follow a colon: ngram:length=8. May be given several times. The model name in a request selects
+    the drafter: TARGET uses the first one, TARGET:DRAFTER that one, and TARGET:plain none."""
     host: str = "127.0.0.1"
-    """Address to listen on. Others than this machine reach the server only at another address, such
-    as 0.0.0.0; give an API key then."""
+    """Address to listen on. The default accepts connections from this machine only. To accept
+    others, use an address such as 0.0.0.0, and set an API key."""
     port: int = 8000
     """Port to listen on; 0 takes a free one."""
     api_key_file: str | None = field(default=None, metadata={"form": "FILE"})
-    """File with the key that requests have to carry; DRAFTSMITH_API_KEY if not given, and none
-    without that."""
+    """File with the API key that requests must send. If not given, the key is read from
+    DRAFTSMITH_API_KEY; if that is unset, no key is required."""
     profile: str | None = None
-    """Profile that draftsmith tune wrote, whose settings for a batch of 1 the drafters take."""
+    """Profile that draftsmith tune wrote; the drafters use its settings for batch size 1."""
     sampling: Sampling = field(default_factory=lambda: Sampling(temperature=1.0))
     """Sampling parameters that a request does not name; OpenAI's default is temperature 1."""
     max_new_tokens: int = 1024

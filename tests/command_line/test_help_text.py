@@ -59,7 +59,7 @@ def test_an_option_stays_with_its_value() -> None:
 def test_a_switch_that_is_on_says_what_is_lost_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     page = help_page(options_of_verb("evaluate"), "draftsmith evaluate", False)
-    assert "--no-baselines        Do not measure ngram" in page
+    assert "--no-baselines        Do not measure the n-gram" in page
     assert "--json FILE " in page
     assert "greedy decoding. (1)" in help_page(options_of_verb("serve"), "draftsmith serve", True)
     assert "(1e9)" in help_page(options_of_verb("data plan"), "draftsmith data plan", False)
@@ -79,7 +79,7 @@ MEANINGS = {
     "DEVICE": "Device",
     "TYPE": "Type of the weights",
     "KEY": "Key",
-    "KEY=VALUE": "Change of a key|Answer",
+    "KEY=VALUE": "Change of a key|Value",
     "TEXT": "[Tt]ext|Prompt",
     "JSON": "Variables",
     "TIME": "moment",

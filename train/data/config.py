@@ -80,9 +80,9 @@ class Evaluation:
     """
 
     every: int | float = 0.1
-    """Number of steps between evaluations, or the share of the run if it is a fraction: 0.5 is
-    twice in a run, 1.0 once, 1 after every step. A share is at least 50 steps, or half of a run
-    of fewer than 100. There is always one at the end."""
+    """Number of steps between evaluations, or the share of the run if it is a fraction: 0.5
+    evaluates twice per run, 1.0 once, and the integer 1 after every step. A fraction stands for
+    at least 50 steps, or half of a run of fewer than 100. The last step is always evaluated."""
     limit: int = 32
     """Number of held-out prompts that are decoded."""
     max_new_tokens: int = 128

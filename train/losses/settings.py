@@ -30,7 +30,8 @@ class UnrolledLoss(Memory):
     steps: int | None = None
     """Unrolled steps; if not given, 7 for EAGLE-3, 1 for EAGLE-1, 3 for an MTP layer."""
     decay: float = 0.8
-    """Base of the steps' weights: that of step k is this to the power k, over the sum of all."""
+    """Decay of the loss over the unrolled steps: step k has weight decay^k, normalised so that the
+    weights sum to 1."""
     rows_per_chunk: int = 128
     """Teacher positions whose logits exist at one time, each for all steps."""
 

@@ -27,16 +27,16 @@ class EagleConfig:
     """Version 3: number of tokens that can be drafted, the most frequent of the training replies;
     all tokens if not given."""
     norm_taps: bool | None = None
-    """EAGLE-3.1: a norm for each tap before they are fused; version 3 has them if not given. Not
-    for llama.cpp."""
+    """EAGLE-3.1: a norm for each tap before they are fused; on by default for version 3. Not for
+    llama.cpp."""
     norm_output: bool | None = None
-    """EAGLE-3.1: recycle the state after the final norm instead of before it; version 3 does if not
-    given. Not for llama.cpp."""
+    """EAGLE-3.1: recycle the state after the final norm instead of before it; on by default for
+    version 3. Not for llama.cpp."""
     num_layers: int = 1
     """Number of decoder layers; engines load one."""
     shared_head: bool = False
-    """Version 3: use the target's own head, of which nothing is trained or stored, instead of an
-    output matrix. The file of a small target's drafter is half as large."""
+    """Version 3: use the target's own head, which is neither trained nor stored with the drafter,
+    instead of an output matrix. The file of a small target's drafter is half as large."""
     qk_norm: bool = False
     """Version 3: norms on queries and keys, as in Qwen3; vLLM only."""
     hidden_size: int | None = None
@@ -76,8 +76,8 @@ class EagleLoss(UnrolledLoss):
     token_weight: float | None = None
     """Weight of `loss`; if not given, 0.1 for version 1, 1 for version 3."""
     freeze_head: bool = False
-    """Version 3: keep the head as it begins, the target's own; with feature_weight the final norm
-    too, since features are compared in its scale."""
+    """Version 3: do not train the head, which is initialised from the target's; with
+    feature_weight, the final norm is frozen too, because features are compared at its scale."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

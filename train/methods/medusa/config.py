@@ -24,7 +24,7 @@ class MedusaConfig:
     draft_vocab_size: int | None = None
     """Number of tokens that can be drafted, the most frequent of the training replies; all tokens
     if not given. Each head has a row for each of them, so over a large vocabulary fewer make
-    training several times as fast. Not for engines of others, which read no such heads."""
+    training several times as fast. Other engines cannot load such heads."""
 
     def __post_init__(self) -> None:
         check_positive(self, "num_heads", "num_layers", "draft_vocab_size")
@@ -38,7 +38,8 @@ class MedusaLoss:
     """Divergence of a head's distribution from the target's: kl, reverse-kl, jsd, tv, lk-alpha,
     lk-hybrid, top-k-kl; from the text's tokens: ce; from both: ce-l1."""
     head_decay: float = 0.8
-    """Base of the heads' weights: that of head i is this to the power i, over the sum of all."""
+    """Decay of the loss over the heads: head i has weight head_decay^i, normalised so that the
+    weights sum to 1."""
     rows_per_chunk: int = 1024
     """Positions whose logits exist at one time."""
 

@@ -32,11 +32,11 @@ for old, new in json.loads(sys.argv.pop(2)).items():
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-SUPERSEDED = {"recorded_lookup_scores.py"}
+MOVED_AWAY = {"recorded_lookup_scores.py"}
 """Scripts that import modules which were moved or split since, with tests of ours in their place:
 tests/exact/test_recorded.py has the same drafters, tree and chain."""
 PROGRAMS = sorted([*(CASES / "lossless").glob("*.py"), *(CASES / "engines").glob("*/case.py")])
-PROGRAMS = [program for program in PROGRAMS if program.name not in SUPERSEDED]
+PROGRAMS = [program for program in PROGRAMS if program.name not in MOVED_AWAY]
 
 
 @pytest.mark.full

@@ -118,15 +118,6 @@ def method_for(path: str, given: MethodName | None = None) -> MethodName:
     raise UserError(f"which method is {path} for? {which}; name one with --method")
 
 
-def _knows(run_class: type[RunConfig], keys: Mapping[str, list[str]]) -> bool:
-    """Return whether a method's run has all sections in `keys`, with all keys named there."""
-    types = get_type_hints(run_class)
-    return all(
-        section in types and {*names} <= {field.name for field in fields(types[section])}
-        for section, names in keys.items()
-    )
-
-
 @dataclass
 class RunFile:
     """Options of a command that reads the config file of a run; it takes the run's options too."""
